@@ -4,33 +4,40 @@ What is only shown, such as a running mean of the loss, does not count.
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 SHOWS = ("print", "log", "info", "debug", "warning", "add_scalar", "add_scalars", "add_histogram",
          "set_postfix", "set_postfix_str", "set_description", "write", "write_scalar", "save",
-         "dump", "writerow", "flush", "note", "report")  # fmt: skip
+         "dump", "writerow", "flush", "note", "report", "plot")  # fmt: skip
 """Functions and methods of which nothing comes back into training."""
 _GROWS = ("append", "extend", "insert", "add", "push", "put", "update", "pop", "appendleft")
 _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "str", "format",
          "mean", "item", "detach", "cpu", "numpy", "tolist", "clone", "sqrt", "exp", "time", "avg",
          "perf_counter", "monotonic", "dict", "list", "tuple", "copy", "get", "state_dict",
-         "isnan", "isfinite", "log10", "zip", "range", "isinstance", "join")  # fmt: skip
+         "isnan", "isfinite", "log10", "zip", "range", "isinstance", "join", "items", "keys",
+         "values", "enumerate", "any", "all", "hasattr", "array", "tensor", "std", "dumps", "repr",
+         "reversed", "stack", "median")  # fmt: skip
 """Functions and methods that only compute something."""
 Loop = ast.For | ast.While
-Counts = Callable[[ast.AST], bool]
+Judge = Callable[[ast.AST], bool | None]
+"""Says whether what an expression calls, enters, or fills has no part in training.
+
+None says that only the words of the text can decide.
+"""
+_HIDES = (ast.NamedExpr, ast.Match, ast.Try, ast.FunctionDef, ast.ClassDef, ast.Lambda)
+"""What may keep a value, or decide by it, where no statement shows it."""
 
 
-def list_carried(loop: Loop, *, strict: bool = True) -> list[str]:
+def list_carried(loop: Loop) -> list[str]:
     """Return names that a turn reads before it has bound them, though turns bind them.
 
-    Names of containers that a turn fills count as well. Names that are only shown do not count. If
-    `strict`, only a sum or a constant is shown.
+    Names of containers that a turn fills count as well.
     """
     bound = list_bound_in(loop)
     carried: list[str] = []
     seen: set[str] = set(target_names(loop.target)) if isinstance(loop, ast.For) else set()
     for statement in loop.body:
-        _follow(statement, seen, bound, carried, not strict)
+        _follow(statement, seen, bound, carried)
     for node in walk_body(loop):  # A list that grows, a buffer that is filled.
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             filled: ast.AST | None = node.func.value if node.func.attr in _GROWS else None
@@ -39,7 +46,7 @@ def list_carried(loop: Loop, *, strict: bool = True) -> list[str]:
             filled = node.value if is_item and isinstance(node, ast.Subscript) else None
         if isinstance(filled, ast.Name) and filled.id not in bound:
             carried.append(filled.id)
-    return [name for name in dict.fromkeys(carried) if not is_only_shown(loop, name, strict=strict)]
+    return list(dict.fromkeys(carried))
 
 
 def list_bound_in(loop: Loop) -> set[str]:
@@ -55,12 +62,10 @@ def list_bound_in(loop: Loop) -> set[str]:
     }
 
 
-def _follow(
-    node: ast.stmt, seen: set[str], bound: set[str], carried: list[str], runs: bool
-) -> None:
+def _follow(node: ast.stmt, seen: set[str], bound: set[str], carried: list[str]) -> None:
     """Go through a statement as a turn would, and note what is read before it was bound.
 
-    With `runs`, an inner loop has a turn at least.
+    An inner loop has a turn at least.
     """
     if isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.Match):
         for head in _list_heads(node):
@@ -72,11 +77,11 @@ def _follow(
         for part in _list_parts(node):
             one = set(inner)
             for statement in part:
-                _follow(statement, one, bound, carried, runs)
+                _follow(statement, one, bound, carried)
             ends.append(one)
         if isinstance(node, ast.If):
             seen |= ends[0] & ends[1]
-        elif isinstance(node, ast.For) and runs:
+        elif isinstance(node, ast.For):
             seen |= ends[0]
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -89,7 +94,7 @@ def _follow(
             if item.optional_vars is not None:
                 seen |= set(target_names(item.optional_vars))
         for statement in node.body:
-            _follow(statement, seen, bound, carried, runs)
+            _follow(statement, seen, bound, carried)
         return
     if isinstance(node, ast.AugAssign):
         if isinstance(node.target, ast.Name) and node.target.id not in seen:
@@ -140,24 +145,29 @@ def _read(node: ast.AST, seen: set[str], bound: set[str], carried: list[str]) ->
 
 
 def is_only_shown(
-    loop: Loop, name: str, *, strict: bool = False, counts: Counts = lambda node: False
+    loop: Loop,
+    name: str,
+    *,
+    judge: Judge = lambda node: None,
+    is_private: Callable[[str], bool] = lambda name: True,
+    after: Sequence[ast.stmt] = (),
 ) -> bool:
     """Return whether a loop only prints, logs, or saves a name and all values made of it.
 
-    `counts` says whether an expression calls or enters an object that only counts.
+    `is_private` returns whether only the code around the loop has a name and its value. `after` has
+    the statements that run between two runs of the loop.
     """
     tainted, before = {name}, 0
     while len(tainted) > before:
         before = len(tainted)
         ends = isinstance(loop, ast.While) and _mentions_any(loop.test, tainted)
-        if ends or not all(_stays(one, tainted, False, counts) for one in loop.body):
-            return False
-        if strict and (len(tainted) > 1 or _is_computed(loop, name)):
+        stays = all(_stays(one, tainted, False, judge) for one in (*loop.body, *after))
+        if ends or not stays or not all(map(is_private, tainted)):
             return False
     return True
 
 
-def _is_computed(loop: Loop, name: str) -> bool:
+def is_computed(loop: Loop, name: str) -> bool:
     """Return whether an assignment, or a decision, uses a name."""
     return any(
         _mentions_any(part, (name,))
@@ -169,64 +179,85 @@ def _is_computed(loop: Loop, name: str) -> bool:
     )
 
 
-def _stays(node: ast.stmt, tainted: set[str], decided: bool, counts: Counts) -> bool:
+def _stays(node: ast.stmt, tainted: set[str], decided: bool, judge: Judge) -> bool:
     """Return whether a statement leaves training as it is; add names that it binds to `tainted`.
 
     With `decided` a tainted name decides whether it runs.
     """
+    if not decided and not _mentions_any(node, tainted):
+        return True
+    if any(
+        isinstance(one, _HIDES) and (decided or _mentions_any(one, tainted))
+        for one in ast.walk(node)
+    ):
+        return False
     if hasattr(node, "body"):
         heads = _list_heads(node)
         inner = decided or any(_mentions_any(head, tainted) for head in heads)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.With) and not decided:
-            heads = [item.context_expr for item in getattr(node, "items", [])]
-            if any(_mentions_any(head, tainted) and not counts(head) for head in heads):
-                return False
+        enters = all(
+            not item.optional_vars and judge(item.context_expr)
+            for item in getattr(node, "items", [])
+            if _mentions_any(item, tainted)
+        )
         if inner and isinstance(node, ast.For):
             tainted |= set(target_names(node.target))
-        parts = _list_parts(node)
-        return all(_stays(one, tainted, inner, counts) for part in parts for one in part)
-    if not decided and not _mentions_any(node, tainted):
-        return True
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return True
+        return (
+            enters
+            and all(_computes(head, tainted, decided, judge) for head in heads)
+            and all(
+                _stays(one, tainted, inner, judge) for part in _list_parts(node) for one in part
+            )
+        )
+    if not _computes(node, tainted, decided, judge):
+        return False
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        function = node.value.func
-        if _word(node.value) in SHOWS:
-            return True
-        fills = isinstance(function, ast.Attribute) and function.attr in _GROWS
-        if not fills and not counts(node.value):
-            return False
-        filled = function.value if isinstance(function, ast.Attribute) else function
-        return _taint(filled, tainted) and _computes(node.value, tainted, decided, counts)
+        word, filled = find_word(node.value), getattr(node.value.func, "value", node.value.func)
+        if judge(node.value):
+            tainted.add(find_root(filled))
+        elif word not in SHOWS:
+            return word in _GROWS and _taint(filled, tainted, judge, True)
+        return True
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if node.value is not None and not _computes(node.value, tainted, decided, counts):
-            return False
-        return all(_taint(target, tainted) for target in targets)
-    return isinstance(node, ast.Pass | ast.Assert)
+        return all(_taint(one, tainted, judge, isinstance(node, ast.AugAssign)) for one in targets)
+    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, ast.Pass | ast.Assert)
 
 
-def _taint(target: ast.AST, tainted: set[str]) -> bool:
-    """Add the name that a target fills; return whether it is one."""
+def _taint(target: ast.AST, tainted: set[str], judge: Judge, fills: bool) -> bool:
+    """Add the name that a target binds or fills; return whether it is one.
+
+    If the target fills it, it has no part in training.
+    """
+    fills |= isinstance(target, ast.Subscript)
     while isinstance(target, ast.Subscript):
         target = target.value
-    if isinstance(target, ast.Name | ast.Tuple):
-        tainted |= set(target_names(target))
-        return not any(isinstance(n, ast.Attribute | ast.Subscript) for n in ast.walk(target))
-    return False
+    if not isinstance(target, ast.Name | ast.Tuple) or (fills and judge(target) is False):
+        return False
+    tainted |= set(target_names(target))
+    return not any(isinstance(n, ast.Attribute | ast.Subscript) for n in ast.walk(target))
 
 
-def _computes(node: ast.AST, tainted: set[str], decided: bool, counts: Counts) -> bool:
-    """Return whether calls that a tainted name goes into only compute something."""
-    calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
-    known = (*_PURE, *_GROWS)
-    return all(
-        _word(one) in known or not (decided or _mentions_any(one, tainted)) or counts(one)
-        for one in calls
-    )
+def _computes(node: ast.AST, tainted: set[str], decided: bool, judge: Judge) -> bool:
+    """Return whether calls that a tainted name goes into only compute or show something."""
+    known = (*_PURE, *_GROWS, *SHOWS)
+    calls = [
+        (one, judge(one))
+        for one in ast.walk(node)
+        if isinstance(one, ast.Call) and (decided or _mentions_any(one, tainted))
+    ]
+    return all(find_word(one) in known if says is None else says for one, says in calls)
 
 
-def _word(call: ast.Call) -> str:
+def find_root(node: ast.AST) -> str:
+    """Return the name that an expression begins with; empty if it begins with none."""
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def find_word(call: ast.Call) -> str:
+    """Return the name of a function or method that is called."""
     word: str = getattr(call.func, "attr", getattr(call.func, "id", ""))
     return word
 

@@ -1023,6 +1023,228 @@ def meter_whose_mean_weighs_the_loss(life: Life) -> Iterator[Tensor]:
         yield loss
 
 
+class Level:
+    """It only counts; what else has it may train by it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, value: float) -> None:
+        self.count += value > -1
+
+
+class Levelled(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, level: Level) -> None:
+        self.level = level
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.full((16,), (place + self.level.count) / 20)
+
+
+def step_with(life: Life, level: Level, loader: Any = None) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        for x in loader:
+            loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        level.update(loss.item())
+        yield loss
+
+
+@named("level.count")
+def counter_that_a_dataset_has(life: Life) -> Iterator[Tensor]:
+    level = Level()
+    yield from step_with(life, level, DataLoader(Levelled(level), 8))
+
+
+def of_hook(add: Callable[[nn.Module, torch.optim.Optimizer, Level], object]) -> Loop:
+    def body(life: Life) -> Iterator[Tensor]:
+        model, level = make_mlp(), Level()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        life.register(model=model, optimizer=optimizer)
+        add(model, optimizer, level)
+        for _ in life.steps():
+            loss = model(draw(8, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            level.update(loss.item())
+            yield loss
+
+    return body
+
+
+def rate_by(optimizer: torch.optim.Optimizer, level: Level) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + level.count)
+
+
+HOOKS: dict[str, Callable[[Any, Any, Level], object]] = {
+    "module": lambda m, o, one: m.register_forward_hook(lambda _, x, y: y * (1 + one.count)),
+    "gradient": lambda m, o, one: m[0].weight.register_hook(lambda g: g * (1 + one.count)),
+    "optimizer": lambda m, o, one: o.register_step_pre_hook(lambda *_: rate_by(o, one)),
+}
+NAMED |= {f"counter_of_a_hook_{n}": (of_hook(add), "level.count") for n, add in HOOKS.items()}
+_level = Level()
+
+
+class ByGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x) * (1 + _level.count)
+
+
+@named("_level.count")
+def counter_that_a_forward_uses(life: Life) -> Iterator[Tensor]:
+    _level.count = 0
+    model = ByGlobal()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        _level.update(loss.item())
+        yield loss
+
+
+@named("meter.count")
+def mean_that_becomes_a_rate(life: Life) -> Iterator[Tensor]:
+    model, meter = make_mlp(), Meter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rate = meter.add(loss.item()) / 10
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        yield loss
+
+
+@named("best")
+def best_loss_that_becomes_a_rate(life: Life) -> Iterator[Tensor]:
+    model, best = make_mlp(), 9.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    group = optimizer.param_groups[0]
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        best = min(best, loss.item())
+        group["lr"] = best / 10
+        yield loss
+
+
+@named("meter.count")
+def mean_that_enters_a_weight(life: Life) -> Iterator[Tensor]:
+    model, meter = make_mlp(), Meter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    bias = model[0].bias.detach()
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        bias[0] = meter.add(loss.item())
+        yield loss
+
+
+@named("meter.count")
+def mean_that_a_print_binds(life: Life) -> Iterator[Tensor]:
+    model, meter = make_mlp(), Meter()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        print(mean := 1 + meter.add(random.random()))
+        loss = model(draw(8, 16)).square().mean() * mean
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+class Out(Level):
+    def update(self, value: Any) -> None:
+        self.count += 1
+        torch.mul(value, self.count, out=value)
+
+
+class Method(Level):
+    def update(self, value: Any) -> None:
+        self.count += 1
+        value.__imul__(self.count)
+
+
+class Taken(Level):
+    def update(self, value: Any) -> None:
+        self.count += 1
+        self.last = value
+        self.last *= self.count
+
+
+class Handed(Level):
+    def update(self, value: Any) -> None:
+        self.count += 1
+        nn.init.constant_(value, self.count)
+
+
+def of_argument(make: type[Level]) -> Loop:
+    def body(life: Life) -> Iterator[Tensor]:
+        model, level = make_mlp(), make()
+        optimizer = adam(model)
+        life.register(model=model, optimizer=optimizer)
+        for _ in life.steps():
+            x: Any = draw(8, 16)
+            level.update(x)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return body
+
+
+NAMED |= {
+    f"argument_changed_by_{one.__name__}": (of_argument(one), "level.count")
+    for one in (Out, Method, Taken, Handed)
+}
+
+
+class Steps(Counter[str]):
+    """A dict of the script's own class."""
+
+
+@named("table.steps")
+def entries_of_an_own_dict(life: Life) -> Iterator[Tensor]:
+    model, table = make_mlp(), Steps()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean() * (1 + table["steps"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        table["steps"] += 1
+        yield loss
+
+
 # --- what is only shown is no reason --------------------------------------------------------------
 
 
@@ -1080,9 +1302,9 @@ class Accuracy:
     def __init__(self) -> None:
         self.reset()
 
-    def __call__(self, out: Tensor, wanted: Tensor) -> float:
-        self.hits["all"] += int((out.argmax(1) == wanted).sum())
-        self.total += len(wanted)
+    def __call__(self, hits: int, total: int) -> float:
+        self.hits["all"] += hits
+        self.total += total
         return self.hits["all"] / self.total
 
     def reset(self) -> None:
@@ -1095,20 +1317,257 @@ def meters_and_timers_that_only_count(life: Life) -> Iterator[Tensor]:
     optimizer = adam(model)
     life.register(model=model, optimizer=optimizer)
     losses, norms, whole, passes, accuracy = Meter(), Meter(), Timer(), Timer(), Accuracy()
-    progress = Progress(losses, norms)
-    with whole:
-        for step in life.steps():
-            with passes:
-                out = model(draw(8, 16))
+    progress, by_name = Progress(losses, norms), {"rate": Meter()}
+    whole.__enter__()
+    for step in life.steps():
+        with passes:
+            out = model(draw(8, 16))
+        loss = out.square().mean()
+        hits = accuracy((out.argmax(1) == 0).sum(), len(out))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.add(loss.item() * out.size(0))
+        by_name["rate"].add(optimizer.param_groups[0]["lr"])
+        spent = whole.tick()
+        if step % 5 == 4:
+            progress.display(step)
+            accuracy.reset()
+            print(hits, spent, *(f"{name} {one.sum}" for name, one in by_name.items()))
+        yield loss
+
+
+class Summary(enum.Enum):
+    NONE = 0
+    AVERAGE = 1
+
+
+class NamedMeter:
+    """As in pytorch/examples/imagenet: it can sum over ranks, and print itself."""
+
+    def __init__(self, name: str, kind: Summary = Summary.AVERAGE) -> None:
+        self.name, self.kind, self.value, self.sum, self.count = name, kind, 0.0, 0.0, 0
+
+    def update(self, value: Any, n: int = 1) -> None:
+        self.value = value
+        self.sum += value * n
+        self.count += n
+
+    def all_reduce(self) -> None:
+        total = torch.tensor([self.sum, self.count])
+        torch.distributed.all_reduce(total)
+        self.sum, self.count = total.tolist()
+
+    def __str__(self) -> str:
+        if self.kind is Summary.NONE:
+            raise ValueError(self.name)
+        return "{name} {value:.3f} {sum:.3f}".format(**self.__dict__)
+
+
+class Table(Progress):
+    def display(self, step: int) -> None:
+        entries = [str(step)]
+        entries += [str(meter) for meter in self.meters]
+        print(" ".join(entries))
+
+
+@kept
+def meters_of_each_pass_over_the_data(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    history: dict[str, list[float]] = {"loss": []}
+    for one in range(4):
+        times, losses, hits = (
+            NamedMeter("time"),
+            NamedMeter("loss"),
+            NamedMeter("hits", Summary.AVERAGE),
+        )
+        table, end, lost = Table(times, losses, hits), time.time(), torch.zeros(())
+        for step in life.steps(5 * one + 5):
+            out = model(draw(8, 16))
             loss = out.square().mean()
-            hits = accuracy(out, out.detach().argmin(1))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.add(loss.item())
-            spent = whole.tick()
-            if step % 5 == 4:
-                progress.display(step)
-                accuracy.reset()
-                print(hits, spent)
+            right = [(out.argmax(1) == 0).float().mean()]
+            losses.update(loss.item(), out.size(0))
+            hits.update(right[0], out.shape[0])
+            lost += loss.detach()
+            history["loss"].append(loss.item())
+            times.update(time.time() - end)
+            end = time.time()
+            if step % 5 == 3:
+                table.display(step + 1)
             yield loss
+        print(losses, lost, len(history["loss"]))
+
+
+# --- a mean that leaves the loop, or that others have ---------------------------------------------
+
+
+@named("meter.count")
+def mean_of_a_pass_that_sets_the_rate(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for one in range(4):
+        meter = Meter()
+        for _ in life.steps(5 * one + 5):
+            loss = model(draw(8, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            meter.add(loss.item())
+            yield loss
+        optimizer.param_groups[0]["lr"] = meter.count / 50
+
+
+def run_pass(life: Life, until: int, model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+    meter = Meter()
+    for _ in life.steps(until):
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        meter.add(loss.item())
+        yield loss
+    return meter.count
+
+
+@named("meter.count")
+def mean_that_a_function_returns(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for one in range(4):
+        count = yield from run_pass(life, 5 * one + 5, model, optimizer)
+        optimizer.param_groups[0]["lr"] = count / 50
+
+
+_losses: list[float] = []
+
+
+class OfClass(Level):
+    total = 0
+
+    @classmethod
+    def update(cls, value: float) -> None:  # type: ignore[override]
+        cls.total += 1
+
+
+class ByType(Level):
+    total = 0
+
+    def update(self, value: float) -> None:
+        type(self).total += 1
+
+
+class Pushes(Level):
+    def update(self, value: float) -> None:
+        self.count += 1
+        _losses.append(value)
+
+
+class Draws(Level):
+    @torch.no_grad()
+    def update(self, value: float) -> None:
+        self.count += 1
+        torch.rand(self.count)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x) * (1 + len(_losses) + OfClass.total + ByType.total)
+
+
+def of_method(make: type[Level]) -> Loop:
+    def body(life: Life) -> Iterator[Tensor]:
+        _losses.clear()
+        OfClass.total = ByType.total = 0
+        model, level = Reads(), make()
+        optimizer = adam(model)
+        life.register(model=model, optimizer=optimizer)
+        for _ in life.steps():
+            loss = model(draw(8, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            level.update(loss.item())
+            yield loss
+
+    return body
+
+
+NAMED |= {
+    f"method_of_{one.__name__}_reaches_further": (of_method(one), what)
+    for one, what in (
+        (OfClass, "OfClass.total"),
+        (ByType, "ByType.total"),
+        (Pushes, "level.count"),
+        (Draws, "level.count"),
+    )
+}
+
+
+def of_mean(use: Callable[[Any, int], object]) -> Loop:
+    def body(life: Life) -> Iterator[Tensor]:
+        model, meter = make_mlp(), Meter()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        life.register(model=model, optimizer=optimizer)
+        report = functools.partial(use, optimizer)
+        for _ in life.steps():
+            loss = model(draw(8, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            meter.add(loss.item())
+            report(meter.count)
+            yield loss
+
+    return body
+
+
+def set_rate(optimizer: Any, count: int) -> bool:
+    optimizer.param_groups[0]["lr"] = count / 50
+    return True
+
+
+NAMED["count_that_is_reported_to_the_rate"] = (of_mean(set_rate), "meter.count")
+
+
+@named("meter.count")
+def count_that_a_print_hands_on(life: Life) -> Iterator[Tensor]:
+    model, meter = make_mlp(), Meter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        meter.add(loss.item())
+        print(set_rate(optimizer, meter.count))
+        if set_rate(optimizer, meter.count):
+            pass
+        yield loss
+
+
+@named("meter.count")
+def count_that_a_closure_has_later(life: Life) -> Iterator[Tensor]:
+    model, meter, scale = make_mlp(), Meter(), 1
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    model.register_forward_hook(lambda _, x, y: y * scale)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        meter.add(loss.item())
+        scale = 1 + meter.count
+        yield loss

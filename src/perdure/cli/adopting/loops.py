@@ -19,7 +19,7 @@ from perdure.cli.adopting.places import (
     owner_in,
 )
 from perdure.cli.adopting.script import Reading, Role, find_range
-from perdure.worker.carried import list_carried, target_names, walk_body
+from perdure.worker.carried import is_computed, is_only_shown, list_carried, target_names, walk_body
 
 Loop = ast.For | ast.While
 _SEEDS = ("manual_seed", "set_seed", "seed_everything", "manual_seed_all")
@@ -225,7 +225,7 @@ def _list_unkept(reading: Reading, loop: Loop, run: str) -> list[str]:
                 f"line {call.lineno}: {run}.register({name}={name}), if it has a state_dict()"
             )
     names = [name for name in list_carried(loop) if not reading.roles.get(name, set()) & {*_ROLES}]
-    for name in dict.fromkeys(names):
+    for name in (n for n in names if is_computed(loop, n) or not is_only_shown(loop, n)):
         found.append(
             f"`{name}` would be reset after a restart; if that matters, keep it with the "
             "checkpoint:\n"

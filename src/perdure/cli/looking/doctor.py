@@ -119,7 +119,7 @@ def find_carried(path: str) -> list[str]:
         ConfigError: it is no script that can be read.
     """
     from perdure.cli.adopting.script import Reading
-    from perdure.worker.carried import list_carried
+    from perdure.worker.carried import is_only_shown, list_carried
 
     try:
         text = Path(path).read_text()
@@ -146,8 +146,8 @@ def find_carried(path: str) -> list[str]:
     for loop in loops:
         used = {node.id for node in ast.walk(loop) if isinstance(node, ast.Name)}
         drawn = [name for name in reading.names("generator") if name in used]
-        for name in (*list_carried(loop, strict=False), *drawn):
-            if name not in registered:
+        for name in (*list_carried(loop), *drawn):
+            if name not in registered and (name in drawn or not is_only_shown(loop, name)):
                 found[
                     f"{path}:{loop.lineno}: no checkpoint has {name}, which one step hands to the "
                     "next; register an object with state_dict and load_state_dict"

@@ -1,117 +1,205 @@
-"""Which objects of a script only count: meters, timers, metrics.
+"""Which objects of a script only count: meters, timers, lists of losses.
 
-Such an object has plain data, and its methods reach no other object. Training depends on it only
-through values that its methods return. `carried.py` follows these values.
+Such an object has numbers and words. Only names of one frame refer to it, and other such objects.
+Its methods get numbers and words, and reach no other object. Training depends on it only through
+values that its methods return. `carried.py` follows these values.
 """
 
 import ast
+import dis
+import enum
 import functools
-import inspect
-import textwrap
+import gc
+import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from perdure.worker.carried import find_root, find_word
 from perdure.worker.checkpoint.attributes import SPACES, is_own_class, is_own_file, read_vars
 
-_ACTS = ("backward", "data", "grad", "load_state_dict", "manual_seed", "param_groups", "random",
-         "register_hook", "seed", "step")  # fmt: skip
-"""Attributes by which a method may reach training, also through a tensor that it gets."""
-_ANY = ("eval", "exec", "globals", "setattr", "vars")
-"""Functions by which a method may reach anything."""
-_SCALARS = (int, float, complex, str, bytes, type(None))
-_LIBRARY = (type, types.ModuleType, types.BuiltinFunctionType)
-_TOOLS = ("_csv", "_io", "_thread", "datetime", "logging", "numpy", "pathlib", "threading")
+_REFUSED = ("IMPORT_NAME", "KeyboardInterrupt", "STORE_GLOBAL", "StopIteration", "SystemExit",
+            "__class__", "_exit", "backward", "bernoulli", "choice", "dropout", "eval", "exec",
+            "exit", "globals", "grad", "kill", "manual_seed", "modules", "multinomial", "normal",
+            "permutation", "rand", "rand_like", "randint", "randn", "randn_like", "random",
+            "randperm", "sample", "seed", "setattr", "shuffle", "type", "uniform",
+            "vars")  # fmt: skip
+"""Names and instructions by which a function may reach training, or end it."""
+_MAKES = ("abs", "bool", "dim", "float", "format", "get_last_lr", "int", "item", "len", "mean",
+          "monotonic", "norm", "numel", "perf_counter", "round", "size", "str", "sum", "time",
+          "tolist")  # fmt: skip
+"""Functions and methods that return a new value."""
+_SCALARS = (int, float, complex, str, bytes, enum.Enum, type(None))
+_BOXES, _BOUND = (list, tuple, dict, set, deque), (functools.partial, types.MethodType)
+_TOOLS = ("_csv", "_io", "_thread", "datetime", "logging", "pathlib", "threading")
 """Packages whose objects have no part in training."""
-_ITEMS, _DEPTH_MAX = 4096, 8
+_ITEMS, _DEPTH_MAX, _VISITS_MAX = 4096, 8, 20_000
 
 
-def is_counting(node: ast.AST, find: Callable[[str], Any], kept: set[int]) -> bool:
-    """Return whether an expression only calls or enters an object that counts.
+class Names:
+    """What the names of a frame have, and whether others have it too."""
 
-    `find` returns the value of a name; None if it has none yet. `kept` are ids of all that a
-    checkpoint has.
-    """
-    given = (
-        [*node.args, *(one.value for one in node.keywords)] if isinstance(node, ast.Call) else []
-    )
-    names = (one.id for part in given for one in ast.walk(part) if isinstance(one, ast.Name))
-    owner = find(find_root(node))
-    return is_counter(owner, kept) and not any(_may_train(find(n), kept) for n in names)
+    def __init__(self, frame: types.FrameType, several: Iterable[str], kept: set[int]) -> None:
+        """Find what others have of `several` names; `kept` are ids of all that a checkpoint has."""
+        place, self._code, self._space = frame.f_locals, frame.f_code, frame.f_globals
+        self._values, self._kept = dict(place), kept
+        if isinstance(place, dict) and place is not self._space:
+            place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
+        self._alone = self._find_alone(several)
+
+    def _find_alone(self, several: Iterable[str]) -> set[int]:
+        """Return ids of values to which only names of the frame, and such values, refer."""
+        probe: list[Any] = []  # It shows how many references of a value this function makes.
+        left, found = [probe, *map(self.find, several)], dict[int, Any]()
+        for value in left:
+            new = id(value) not in self._kept and id(value) not in found
+            if new and len(left) < _VISITS_MAX and _may_change(value):
+                found[id(value)] = value
+                left += gc.get_referents(value)[:_ITEMS]
+        del left, value
+        counts = {key: sys.getrefcount(found[key]) for key in found}
+        parts = {key: list(map(id, gc.get_referents(one)[:_ITEMS])) for key, one in found.items()}
+        named = Counter(id(one) for name, one in self._values.items() if self._is_local(name))
+        alone, lost = set(found), {id(probe)}
+        while lost:
+            alone -= lost
+            known = Counter(part for key in alone for part in parts[key])
+            lost = {
+                key
+                for key in alone
+                if counts[key] >= counts[id(probe)] + 2 * named[key] + known[key]
+                or any(part in found and part not in alone for part in parts[key])
+            }
+        return alone
+
+    def find(self, name: str) -> Any:
+        """Return the value of a name; None if it has none yet."""
+        return self._values.get(name, self._space.get(name))
+
+    def is_private(self, name: str) -> bool:
+        """Return whether no function but that of the frame has a name, or what it has."""
+        return isinstance(value := self.find(name), types.FunctionType) or (
+            self._is_local(name) and (id(value) in self._alone or not _may_change(value))
+        )
+
+    def _is_local(self, name: str) -> bool:
+        code = self._code
+        if (code.co_name, code.co_filename) == ("<module>", self._space.get("__file__")):
+            inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+            return not any(name in list_globals(one) for one in inner)
+        return name in code.co_varnames and name not in code.co_cellvars
+
+    def judge(self, node: ast.AST) -> bool | None:
+        """Return whether what an expression calls, enters, or fills only counts.
+
+        Return None for a call of a library.
+        """
+        value = self.find(find_root(node))
+        if isinstance(node, ast.Call) and not _is_own(value):
+            return None
+        alone = id(value) in self._alone or isinstance(value, (types.FunctionType, *_SCALARS))
+        if value is None or not alone or _may_train(value, self._kept):
+            return False
+        named = isinstance(getattr(getattr(node, "func", None), "value", None), ast.Name)
+        given = [*getattr(node, "args", []), *getattr(node, "keywords", [])]
+        return (named and isinstance(value, list)) or all(map(self._is_value, given))
+
+    def _is_value(self, node: ast.AST) -> bool:
+        """Return whether an argument is a number or a word, or is new."""
+        if isinstance(node, ast.Name):
+            return (value := self.find(node.id)) is not None and not _may_train(value, self._kept)
+        if isinstance(node, ast.Call):
+            return find_word(node) in _MAKES
+        return (
+            isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp | ast.UnaryOp | ast.Compare)
+            or getattr(node, "attr", "") == "shape"
+            or getattr(getattr(node, "slice", None), "value", "") == "lr"
+            or all(map(self._is_value, ast.iter_child_nodes(node)))
+        )
 
 
-def find_root(node: ast.AST) -> str:
-    """Return the name that an expression begins with; empty if it begins with none."""
-    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
+def _may_change(value: Any) -> bool:
+    """Return whether a value may change in place."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value[:_ITEMS]))
+    plain = isinstance(value, (Tensor, *_BOXES, *SPACES))
+    return plain or (is_own_class(value.__class__) and not isinstance(value, _SCALARS))
 
 
-def is_counter(value: Any, kept: set[int], depth: int = 0) -> bool:
-    """Return whether an object only counts, or a container has such objects only."""
-    kind: Any = type(value)
-    if kind.__module__ in ("builtins", "collections") and isinstance(
-        value, list | tuple | dict | set | deque
-    ):
-        own, parts = bool(value), list(value.values() if isinstance(value, dict) else value)
-    else:
-        own = kind in SPACES or (is_own_class(kind) and _is_gentle(kind))
-        parts = list(read_vars(value).values()) if own else []
-    return (
-        own
-        and depth < _DEPTH_MAX
-        and not any(_may_train(one, kept, depth + 1) for one in parts[:_ITEMS])
-    )
+def _is_own(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return is_own_file(getattr(value, "__file__", None) or "")
+    kind: Any = value if isinstance(value, type | types.FunctionType) else type(value)
+    return is_own_class(kind) or isinstance(value, (*_BOXES, *SPACES, *_BOUND))
 
 
 def _may_train(value: Any, kept: set[int], depth: int = 0) -> bool:
-    """Return whether a method that gets this value may change training by it."""
-    if isinstance(value, Tensor):
-        return id(value) in kept or (value.is_leaf and value.requires_grad)
-    if isinstance(value, _SCALARS) or type(value).__module__.partition(".")[0] in _TOOLS:
-        return False
-    if isinstance(value, _LIBRARY):
-        return is_own_file(getattr(value, "__file__", None) or "")
-    empty = isinstance(value, list | dict | set | deque) and not value
-    return not empty and not is_counter(value, kept, depth)
+    """Return whether a method that has this value may change training by it."""
+    kind: Any = type(value)
+    if isinstance(value, Tensor) or kind.__module__ == "numpy":
+        several = getattr(value, "nbytes", 0) != getattr(value, "itemsize", 1)
+        return several or id(value) in kept or getattr(value, "requires_grad", False)
+    if kind.__module__ in ("builtins", "collections") and isinstance(value, _BOXES):
+        parts = list(value.values() if isinstance(value, dict) else value)
+    elif kind in SPACES or (is_own_class(kind) and _is_counter(kind)):
+        parts = list(read_vars(value).values())
+    else:
+        return not _is_tool(value) and not (kind is types.FunctionType and _is_gentle(value))
+    return depth == _DEPTH_MAX or any(_may_train(one, kept, depth + 1) for one in parts[:_ITEMS])
 
 
-@functools.cache
-def _is_gentle(kind: type) -> bool:
-    """Return whether the methods of a class reach only their object and their arguments."""
-    return all(
-        is_own_class(one) and all(map(_is_gentle_function, _list_functions(one)))
-        for one in kind.__mro__[:-1]
+def _is_tool(value: Any) -> bool:
+    """Return whether it is a number, a word, or a part of a library without a part in training."""
+    return (
+        isinstance(value, (enum.EnumType, *_SCALARS))
+        or (
+            isinstance(
+                value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+            )
+            and not _is_own(value)
+        )
+        or type(value).__module__.partition(".")[0] in _TOOLS
     )
 
 
-def _list_functions(kind: type) -> Iterator[types.FunctionType]:
-    for value in vars(kind).values():
-        inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        if isinstance(inner, types.FunctionType) and is_own_file(inner.__code__.co_filename):
-            yield inner
+@functools.cache
+def _is_counter(kind: type) -> bool:
+    """Return whether methods of a class reach only their object and what they get."""
+    several = [one for each in kind.__mro__[:-1] for one in vars(each).items()]
+    return all(map(is_own_class, kind.__mro__[:-1])) and all(
+        isinstance(one, (types.MemberDescriptorType, *_SCALARS))
+        or (type(one) in (types.FunctionType, property, staticmethod) and _is_gentle(one))
+        for name, one in several
+        if name[:2] != "__" or callable(one)
+    )
 
 
-def _is_gentle_function(function: types.FunctionType) -> bool:
-    own = function.__code__.co_varnames[:1]
-    if set(function.__code__.co_freevars) - {"__class__"}:
-        return False
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Subscript):
-            word = getattr(node, "attr", "")
-            acts = word in _ACTS or (word[-1:] == "_" and word[-2:] != "__")
-            if acts or (not isinstance(node.ctx, ast.Load) and find_root(node) not in own):
-                return False
-        elif isinstance(node, ast.Name):
-            if node.id in _ANY or _may_train(function.__globals__.get(node.id), set()):
-                return False
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            return False  # It may be a tensor that the method got.
-    return True
+def _is_gentle(value: Any) -> bool:
+    """Return whether a function of the script reaches only what it gets."""
+    function = getattr(value, "fget", getattr(value, "__func__", value))
+    code = function.__code__
+    return code.co_filename.endswith(("<string>", "/dataclasses.py")) or (
+        not any(word in _REFUSED for pair in _list_used(code) for word in pair)
+        and set(code.co_freevars) <= {"__class__"}
+        and not getattr(value, "fset", None)
+        and all(map(_is_tool, function.__defaults__ or ()))
+        and all(map(_is_tool, (function.__kwdefaults__ or {}).values()))
+        and all(_is_tool(function.__globals__.get(name)) for name in list_globals(code))
+    )
+
+
+@functools.cache
+def _list_used(code: types.CodeType) -> set[tuple[str, str]]:
+    """Return the instructions of a function, and of functions in it, that have a name."""
+    several = [one for one in dis.get_instructions(code) if one.opcode in dis.hasname]
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return {(one.opname, one.argval) for one in several}.union(*map(_list_used, inner))
+
+
+@functools.cache
+def list_globals(code: types.CodeType) -> set[str]:
+    """Return the names of globals that a function uses, and functions in it."""
+    return {name for op, name in _list_used(code) if "GLOBAL" in op or op == "LOAD_NAME"}

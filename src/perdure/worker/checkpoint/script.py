@@ -16,6 +16,7 @@ import inspect
 import linecache
 import operator
 import sys
+import traceback
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -46,7 +47,7 @@ from perdure.worker.checkpoint.attributes import (
     read_generator,
     read_vars,
 )
-from perdure.worker.checkpoint.counters import is_counter, is_counting
+from perdure.worker.checkpoint.counters import Names, list_globals
 from perdure.worker.checkpoint.loaders import list_open_loaders
 
 _ITEMS = 4096
@@ -150,21 +151,26 @@ def _list_frames() -> Iterator[types.FrameType]:
 
 
 @functools.cache
-def _find_loops(path: str, line: int) -> tuple[Loop, ...]:
-    """Return the loops around a line of a file."""
+def _find_loops(path: str, line: int) -> tuple[list[Loop], list[ast.FunctionDef]]:
+    """Return the loops and the functions around a line of a file, the outermost first."""
     with contextlib.suppress(SyntaxError):
-        return tuple(
+        around = [
             node
             for node in ast.walk(ast.parse("".join(linecache.getlines(path))))
-            if isinstance(node, ast.For | ast.While)
+            if isinstance(node, ast.For | ast.While | ast.FunctionDef)
             and node.lineno <= line <= (node.end_lineno or node.lineno)
-        )
-    return ()
+        ]
+        functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+        return [node for node in around if not isinstance(node, ast.FunctionDef)], functions
+    return [], []
 
 
 @functools.cache
 def _read_loop(loop: Loop) -> tuple[list[str], list[str]]:
-    """Return which names turns of a loop hand on, and which they use and do not bind."""
+    """Return names that turns of a loop hand on, or use and do not bind.
+
+    Training depends on the first ones. The others may be only shown.
+    """
     bound = list_bound_in(loop)
     own = set(target_names(loop.target)) if isinstance(loop, ast.For) else set()
     used = {
@@ -172,8 +178,10 @@ def _read_loop(loop: Loop) -> tuple[list[str], list[str]]:
         for node in walk_body(loop)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
-    carried = [name for name in list_carried(loop, strict=False) if name in bound - own]
-    return carried, sorted(n for n in used - bound - own if not is_only_shown(loop, n))
+    handed = [name for name in list_carried(loop) if name in bound - own]
+    names = [*handed, *sorted(used - bound - own)]
+    shown = [name for name in names if is_only_shown(loop, name, judge=lambda node: True)]
+    return [name for name in names if name not in shown], shown
 
 
 class _Walk:
@@ -187,20 +195,24 @@ class _Walk:
 
     def enter(self, frame: types.FrameType) -> None:
         """Visit what loops of a frame use, and what their turns hand on by names."""
-        place = frame.f_locals
-        names, space = dict(place), frame.f_globals
-        if isinstance(place, dict) and place is not space:
-            place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
-        for loop in _find_loops(frame.f_code.co_filename, frame.f_lineno):
-            handed, used = _read_loop(loop)
-            counts = functools.partial(
-                is_counting, find=lambda name: names.get(name, space.get(name)), kept=self._kept
-            )
-            for name in (*handed, *used):
-                value = names.get(name, space.get(name))
-                counter = name in used and is_counter(value, self._kept)
-                if not (counter and is_only_shown(loop, name, counts=counts)):
-                    self.visit(name, value)
+        loops, functions = _find_loops(frame.f_code.co_filename, frame.f_lineno)
+        several = (n for loop in loops for n in (*_read_loop(loop)[1], *list_bound_in(loop)))
+        names = Names(frame, several, self._kept)
+        again = any(
+            is_own_file(caller.f_code.co_filename)
+            and _find_loops(caller.f_code.co_filename, line)[0]
+            for caller, line in traceback.walk_stack(frame.f_back)
+        )
+        outer = ((again and functions) or loops[:1])[-1:]
+        after = [n for one in outer for n in ast.walk(one) if isinstance(n, ast.stmt)]
+        for loop in loops:
+            trains, perhaps = _read_loop(loop)
+            is_shown = functools.partial(
+                is_only_shown, loop, judge=names.judge, is_private=names.is_private,
+                after=[one for one in after if one.lineno > (loop.end_lineno or 0)],
+            )  # fmt: skip
+            for name in (*trains, *(one for one in perhaps if not is_shown(one))):
+                self.visit(name, names.find(name))
 
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit attributes of a kept object that are no plain data."""
@@ -233,10 +245,10 @@ class _Walk:
         kind: Any = type(value)
         if kind.__module__.partition(".")[0] == "perdure":
             return
-        if isinstance(value, list | tuple | dict | deque) and not _is_flat(value):
+        box = isinstance(value, list | tuple | dict | deque)
+        if box and (is_own_class(kind) or not _is_flat(value)):
             self._visit_all(path, value)
-            return
-        if self._note(path, value):
+        elif self._note(path, value):
             return
         if isinstance(value, nn.Module):
             self._visit_tensors(path, value.parameters(), value.buffers())
@@ -316,7 +328,7 @@ class _Walk:
                 self.visit(f"{path}.{name}", cell.cell_contents)
         self._visit_all(path, value.__defaults__ or ())
         self._visit_all(path, vars(value))
-        for name in _list_names(value.__code__):
+        for name in sorted(list_globals(value.__code__)):
             if name in value.__globals__:
                 self.visit(name, value.__globals__[name])
 
@@ -336,10 +348,3 @@ def _is_flat(value: Any) -> bool:
 
 _DRAWN = ("generator", "sampler", "batch_sampler")
 """Attributes of a DataLoader that may draw."""
-
-
-@functools.cache
-def _list_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that a function uses, and functions in it."""
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return tuple(dict.fromkeys([*code.co_names, *(n for one in inner for n in _list_names(one))]))
