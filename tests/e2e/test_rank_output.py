@@ -27,8 +27,7 @@ def cold() -> bool:
 
 
 @pytest.fixture
-def node(tmp_path: Path, cold: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # It would hide what perdure has to do.
+def node(tmp_path: Path, cold: bool) -> Iterator[Node]:
     node = Node(tmp_path, cold=cold)
     yield node
     node.end()
@@ -42,9 +41,7 @@ def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Node]:
     """Return a node without a warm image, and then one with it; tests share them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONUNBUFFERED", raising=False)
-        node = Node(tmp_path_factory.mktemp("node"), cold=request.param)
+    node = Node(tmp_path_factory.mktemp("node"), cold=request.param)
     if not node.cold:
         node.wait_warm()
     yield node

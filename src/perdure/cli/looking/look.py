@@ -289,7 +289,7 @@ def render_snapshot(snapshot: "Snapshot") -> str:
         reason,
         *snapshot.waits,
         render_mended(snapshot.mended[-1:]),
-        render_skipped(snapshot.skipped[-1:]),
+        render_skipped([r for r in snapshot.skipped if r.at_s == snapshot.skipped[-1].at_s]),
         render_exactness(snapshot.exact),
         hung,
         empty,
