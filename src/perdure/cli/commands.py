@@ -108,9 +108,11 @@ PANELS: dict[str, dict[str, Entry]] = {
 """What a person wants -> the commands for it."""
 
 COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
-_NODE_VERBS = ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
-    **{verb: (f"node {verb}", {}) for verb in _NODE_VERBS},
+    **{
+        verb: (f"node {verb}", {})
+        for verb in ("drain", "cordon", "evict", "restore", "notify", "invite", "join", "scale")
+    },
     "ps": ("status", {}),
     "map": ("status --devices", {}),
     "remind": ("status --remind", {}),

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from perdure.cli.app import run_command
-from perdure.cli.looking.schema import SCHEMAS, What, make_file_schema, make_schema_line
+from perdure.cli.looking.schema import SCHEMAS, make_file_schema, make_schema_line
 from perdure.launch.catalog import SHIPPED
 from perdure.model.job import JobSpec
 
@@ -32,7 +32,7 @@ def what(request) -> str:
 
 
 def judge(what: str, document: dict[str, Any]) -> list[str]:
-    validator = jsonschema.Draft202012Validator(make_file_schema(What(what)))
+    validator = jsonschema.Draft202012Validator(make_file_schema(what))
     return [error.message for error in validator.iter_errors(document)]
 
 
@@ -49,7 +49,7 @@ def test_what_is_shipped_is_what_the_code_says(what, capsys) -> None:
 def test_every_field_says_what_it_is(what) -> None:
     silent = [
         f"{name}.{field}"
-        for name, struct in make_file_schema(What(what))["$defs"].items()
+        for name, struct in make_file_schema(what)["$defs"].items()
         for field, about in struct["properties"].items()
         if "description" not in about and "$ref" not in about
     ]

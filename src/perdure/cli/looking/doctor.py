@@ -33,14 +33,6 @@ _RECORDERS = {
     "status": "sequence numbers ten times a second; nothing per collective",
 }
 
-Permissions = Annotated[
-    bool,
-    typer.Option(
-        "--permissions",
-        help="Print what each role may say and hear in JOB, for a NATS server of your own.",
-    ),
-]
-
 
 def doctor(
     job: Annotated[
@@ -63,7 +55,9 @@ def doctor(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the schema of a job file, or of a `profile`.")
     ] = False,
-    permissions: Permissions = False,
+    permissions: Annotated[
+        bool, typer.Option("--permissions", help="Print what each role may say and hear in JOB.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check what perdure can see and do here, or for a job or profile.

@@ -5,7 +5,6 @@ The schemas of files are shipped as well (`launch/schemas`), where editors find 
 """
 
 from collections.abc import Iterator
-from enum import StrEnum
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,22 @@ SCHEMAS = SHIPPED.parent / "schemas"
 """`job.json` and `profile.json`, as this module makes them."""
 
 
-class What(StrEnum):
-    """Whose schema."""
-
-    JOB = "job"
-    PROFILE = "profile"
+_STRUCTS: dict[str, type[msgspec.Struct]] = {"job": JobSpec, "profile": Profile}
 
 
 def print_schema(what: str | None, permissions: bool) -> None:
     """Print the fields of a job file or a profile, or each role's permissions in the job `what`.
 
     All are JSON.
+
+    Raises:
+        ConfigError: there is no such schema.
     """
-    document: dict[str, Any]
     if permissions:
         access = {role: build_access(role, what or "JOB") for role in ROLES}
-        document = msgspec.to_builtins(access)
-    elif what in (None, *What):
-        document = make_file_schema(What(what or "job"))
+        print(render_schema(msgspec.to_builtins(access)), end="")
     else:
-        raise ConfigError(f"there is no schema of `{what}`", hint=f"one of {', '.join(What)}")
-    print(render_schema(document), end="")
+        print(render_schema(make_file_schema(what or "job")), end="")
 
 
 def render_schema(document: dict[str, Any]) -> str:
@@ -52,12 +46,14 @@ def render_schema(document: dict[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
-def make_file_schema(what: What) -> dict[str, Any]:
+def make_file_schema(what: str) -> dict[str, Any]:
     """Return the JSON Schema of a job file or a profile; each field says what its docstring says.
 
     `nproc` of a job file may be a word. A profile is a difference to its base, which lacks nothing.
     """
-    type_: type[msgspec.Struct] = Profile if what is What.PROFILE else JobSpec
+    if what not in _STRUCTS:
+        raise ConfigError(f"there is no schema of `{what}`", hint=f"one of {', '.join(_STRUCTS)}")
+    type_ = _STRUCTS[what]
     document = msgspec.json.schema(type_)
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
     for cls in _list_structs(inspect.type_info(type_), set()):
@@ -71,7 +67,7 @@ def make_file_schema(what: What) -> dict[str, Any]:
         for name, key in zip(cls.__struct_fields__, cls.__struct_encode_fields__, strict=True):
             if name in meanings:
                 properties[key]["description"] = meanings[name]
-    if what is What.PROFILE:
+    if type_ is Profile:
         del document["$defs"]["Profile"]["required"]
     else:
         nproc = document["$defs"]["JobSpec"]["properties"]["nproc"]

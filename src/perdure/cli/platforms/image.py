@@ -26,13 +26,6 @@ Torch = Annotated[
         "[default: the torch of this machine]",
     ),
 ]
-Base = Annotated[
-    str, typer.Option("--base", metavar="IMAGE", help="Image on which the image is built.")
-]
-Tag = Annotated[
-    str | None,
-    typer.Option("--tag", metavar="NAME", help="Name of the image. [default: perdure:VERSION]"),
-]
 Wheel = Annotated[
     Path | None,
     typer.Option(

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.platforms.image import (
-    Base,
     Compiles,
-    Tag,
     Torch,
     Wheel,
     WriteImage,
@@ -30,18 +28,6 @@ if TYPE_CHECKING:
     from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
     from perdure.model.platforms.profile import Profile
 
-JobFile = Annotated[str | None, typer.Argument(metavar="JOB.TOML", help="The job file.")]
-On = Annotated[
-    str | None, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="With --dry-run: write the files that it would submit there; - prints them.",
-    ),
-]
 Kustomize = Annotated[
     Path | None,
     typer.Option(
@@ -54,21 +40,37 @@ Kustomize = Annotated[
 
 
 def launch(
-    job_file: JobFile = None,
-    on: On = None,
+    job_file: Annotated[
+        str | None, typer.Argument(metavar="JOB.TOML", help="The job file.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")
+    ] = None,
     host: Host = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Render, check the place, say what would be done.")
     ] = False,
-    out: Out = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="With --dry-run: write the files that it would submit there; - prints them.",
+        ),
+    ] = None,
     kustomize: Kustomize = None,
     follow: Annotated[
         bool, typer.Option("--attach", help="Follow it to its end, also where it runs already.")
     ] = False,
     image: WriteImage = None,
     torch: Torch = None,
-    base: Base = IMAGE_BASE,
-    tag: Tag = None,
+    base: Annotated[
+        str, typer.Option("--base", metavar="IMAGE", help="Image on which the image is built.")
+    ] = IMAGE_BASE,
+    tag: Annotated[
+        str | None,
+        typer.Option("--tag", metavar="NAME", help="Name of the image. [default: perdure:VERSION]"),
+    ] = None,
     wheel: Wheel = None,
     compiles: Compiles = True,
     as_json: Json = False,
