@@ -62,23 +62,23 @@ def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
 ) -> None:
     job = launch(start, tmp_path, "drained", step_s=1.5)
     job.wait_step(3)
-    late = answer(ask(job, "drain", "drained", "1", "--deadline", "0.1"))
+    late = answer(ask(job, "node", "drain", "drained", "1", "--deadline", "0.1"))
     assert (late["exit_code"], "nothing was moved" in late["error"]) == (4, True), late
-    dry = answer(ask(job, "evict", "drained", "1", "--dry-run"))
+    dry = answer(ask(job, "node", "evict", "drained", "1", "--dry-run"))
     assert dry["moves"] == [{"node": 1, "to": 2, "ranks": [1]}]
     job.wait_step(job.state()["step"] + 2)
     assert job.state()["generation"] == 0
-    asked = ask(job, "drain", "drained", "rank:1", "--why", "fan")
+    asked = ask(job, "node", "drain", "drained", "rank:1", "--why", "fan")
     wait_for_entry(job, "NodeDraining")
     job.kill("perdure controller")
     told = answer(asked)
     assert told["ok"], told
     assert told["steps_lost"] == 0
     assert told["moves"] == [{"node": 1, "to": 2, "ranks": [1]}]
-    again = answer(ask(job, "drain", "drained", "node:1"))
+    again = answer(ask(job, "node", "drain", "drained", "node:1"))
     assert again.get("already") == ["node 1 is left and cordoned already"], again
     assert "cordoned" in job.cli("status", "drained", "--devices").stdout
-    back = answer(ask(job, "restore", "drained", "1"))
+    back = answer(ask(job, "node", "restore", "drained", "1"))
     assert back.get("ok"), back
     (tmp_path / "drained" / "hurry").touch()
     assert job.wait() == 0, job.text()
@@ -93,16 +93,16 @@ def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
 def test_what_cannot_be_done_in_time_changes_nothing(start: Start, tmp_path: Path) -> None:
     job = launch(start, tmp_path, "late", step_s=1.5)
     job.wait_step(3)
-    told = answer(ask(job, "drain", "late", "1", "--deadline", "0.1"))
+    told = answer(ask(job, "node", "drain", "late", "1", "--deadline", "0.1"))
     assert told["exit_code"] == 4, told
     assert "nothing was moved" in told["error"]
-    dry = answer(ask(job, "evict", "late", "1", "--dry-run"))
+    dry = answer(ask(job, "node", "evict", "late", "1", "--dry-run"))
     assert dry["moves"] == [{"node": 1, "to": 2, "ranks": [1]}]
     step = job.state()["step"]
     job.wait_step(step + 3)
     assert job.state()["generation"] == 0
     assert {row["state"] for row in job.state()["devices"]} == {"in use", "spare"}
-    evicted = answer(ask(job, "evict", "late", "1"))
+    evicted = answer(ask(job, "node", "evict", "late", "1"))
     assert evicted["ok"], evicted
     job.cli("stop", "late", "--now")
     job.wait()
