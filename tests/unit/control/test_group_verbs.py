@@ -262,3 +262,9 @@ def test_a_pause_is_answered_once_all_stand_and_a_drain_goes_on_in_it() -> None:
     again = lab.ask("resume")
     assert again is not None
     assert again.reason == "it is not paused"
+
+
+def test_a_restart_is_refused_for_there_is_no_world_of_all_ranks() -> None:
+    refused = Lab().ask("restart", rank=0)
+    assert refused is not None
+    assert (refused.ok, "restart is not for a torchft job" in refused.reason) == (False, True)
