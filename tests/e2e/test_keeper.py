@@ -437,6 +437,16 @@ def test_a_sitecustomize_that_reads_its_rank_runs_in_each_rank(tmp_path: Path) -
 
 
 @without_image
+def test_a_cold_rank_has_its_title_if_pythonpath_is_its_first_variable(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"PYTHONPATH": str(tmp_path)} | dict(os.environ))
+    node.spawn(0, node.script("print(open('/proc/self/cmdline').read())"))
+    assert node.ended(0).code == 0
+    assert node.text(0).startswith(f"perdure rank {JOB} g0 r0: ")
+
+
+@without_image
 def test_what_does_not_end_is_named(node: Node) -> None:
     """A process in a session of its own is told, then killed, and the rank's stream says so."""
     script = node.script(

@@ -138,7 +138,7 @@ def make_cold_command(
     else:
         what = ["-m", spawn.script] if spawn.module else [spawn.script]
         command = [sys.executable, "-u", *what, *spawn.args]
-        path = env.get("PYTHONPATH", "")
+        path = env.pop("PYTHONPATH", "")  # No title can be set once the first variable has moved.
         env["PYTHONPATH"] = f"{INJECT}{os.pathsep}{path}" if path else INJECT
         env |= {"PERDURE_ATTACH": "1", "PERDURE_TITLE": title, TRACEBACK: traceback_file}
         if imports and launch.rank == spawn.ranks[0].rank:
