@@ -69,6 +69,8 @@ SHORT = {
 """Scripts that every run of the tests tries."""
 
 LONG = {
+    "cython": "import requests, numpy.random, torch\nfirst = torch\nimport torch._dynamo\n"
+    "seen['is'] = where('numpy.random', 'torch._dynamo'), torch is first",
     "environment": "mine = 'PERDURE', 'TORCHINDUCTOR_CACHE', 'TRITON_CACHE', 'CUDA_CACHE',"
     " 'GLOO_SOCKET', 'TORCH_NCCL', 'TORCHELASTIC_SIGNALS'\n"
     "seen['is'] = sorted(n for n in os.environ if not n.startswith(mine))",

@@ -36,6 +36,9 @@ _READ_LATER = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 _READ_IN_C = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_")
 """Variables that compiled parts of torch and numpy read when they are loaded."""
 
+_REGISTRIES = ("cython_runtime", "_cython_")
+"""Modules that the first compiled module of Cython makes, and each later one shares."""
+
 
 class Trace:
     """What one module did at its import."""
@@ -266,6 +269,8 @@ class ModuleStore:
     def __init__(self, log: ModuleLog) -> None:
         """Work out in the image, once, what is the same for all ranks; hide nothing yet."""
         self._log = log
+        self._ready = False
+        """Whether a rank has hidden the modules."""
         self._on_visible: Callable[[str], None] = lambda name: None
         self._on_unequal: Callable[[str], None] = lambda reason: None
         self._hidden: dict[str, ModuleType] = {}
@@ -289,6 +294,7 @@ class ModuleStore:
         } - set(sys.stdlib_module_names)
         self._needed = self._list_tops(self._close(*self._compiled, visible=False))
         self._hideable = [name for name in self._whole if self._may_hide(name)]
+        self._added = {id(one) for trace in log.traces.values() for one in trace.finders}
         used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
         self._parts = list(self._list_parts(used))
         """Attributes of packages that a rank does not see: what perdure uses, it may use at any
@@ -302,6 +308,23 @@ class ModuleStore:
             return self._find_other_origin(self._needed)
         finally:
             sys.path = path
+
+    def stow(self, kept: "frozenset[str]") -> None:
+        """Hide all modules but `kept` in the image: each rank would copy their pages of memory.
+
+        Until a rank calls `hide`, whoever imports one of them gets it as it is.
+        """
+        for name in self._hideable:
+            if name not in kept:
+                self._hidden[name] = sys.modules.pop(name)
+        sys.meta_path.insert(0, self)
+
+    def restore(self) -> None:
+        """Undo `stow`."""
+        sys.modules.update(self._hidden)
+        self._hidden.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def hide(
         self,
@@ -319,25 +342,19 @@ class ModuleStore:
 
         self._environ = dict(os.environ)
         self._on_visible, self._on_unequal = on_visible, on_unequal
-        # To touch a module is to copy its page of memory: only new ones are looked at.
-        new: list[str] = []
-        for name in reversed(sys.modules):
-            if name in self._whole:
-                break
-            new.insert(0, name)
-        self._whole |= {name: sys.modules[name] for name in new}
-        for name in (*self._hideable, *filter(self._may_hide, new)):
+        for name in filter(self._may_hide, list(sys.modules)):
             self._hidden[name] = sys.modules.pop(name)
+            self._whole.setdefault(name, self._hidden[name])
         for attributes, child in self._parts:
             del attributes[child]
         atexit.register(self._show_all)  # What torch does at the end needs all of torch.
         _warnings.filters[:] = self._log.filters
         _warnings._filters_mutated()  # type: ignore[attr-defined]
-        added = {id(one) for trace in self._log.traces.values() for one in trace.finders}
-        kept = [one for one in sys.meta_path if id(one) not in added]
+        kept = [one for one in sys.meta_path if one is not self and id(one) not in self._added]
         known = [index for index, one in enumerate(kept) if one in self._log.finders]
         kept.insert(min(known, default=0), self)
         sys.meta_path[:] = kept
+        self._ready = True
 
     def _may_hide(self, name: str) -> bool:
         return not (name in self._log.fresh or is_own(name) or name == "__main__")
@@ -371,9 +388,9 @@ class ModuleStore:
         if module is None or spec is None or target is not None:
             return None
         parent = fullname.rpartition(".")[0]
-        if parent and list(path or ()) != self._paths.get(parent):
+        if self._ready and parent and list(path or ()) != self._paths.get(parent):
             return None
-        reason = self._find_difference(fullname)
+        reason = self._find_difference(fullname) if self._ready else ""
         if reason:
             top = fullname.partition(".")[0]
             if top not in self._compiled or self._whole.get(top) is not sys.modules.get(
@@ -421,12 +438,15 @@ class ModuleStore:
     def take(self, name: str) -> None:
         """Hand out `name`, once: a second import of it is the script's own."""
         self._hidden.pop(name, None)
-        self.show(name)
+        if self._ready:
+            self.show(name)
 
     def _find_difference(self, name: str) -> str:
         """Return what a fresh import of `name` would do otherwise; an empty string if nothing."""
         names = self._close(name, visible=True)
         for each in names:
+            if each.startswith(_REGISTRIES):
+                continue
             if each in sys.modules and sys.modules[each] is not self._whole.get(each):
                 return f"{each} is another module"
         for each in sorted(names & self._hidden.keys() & self._stamps.keys()):

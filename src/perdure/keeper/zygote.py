@@ -12,6 +12,7 @@ be imported. It stays its child until the other is ended, and a mistake in it ha
 """
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -27,16 +28,19 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from perdure.failpoints import failpoint
+from perdure.files.private import locate_job
 from perdure.keeper.footprint import Footprint, PatchWatch, find_obstacle
 from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
 from perdure.model.raw import restore_spawn
 from perdure.worker.process import SITE_SIGNALS, ignore_site_signals, set_title
+from perdure.worker.start.imports import list_installed_folders
 from perdure.worker.start.streams import open_streams, survive_full_disks
 from perdure.worker.stderr import say
 
 FORK_TIMEOUT_S = 30.0
+_MADV_COLLAPSE = 25
 
 BASE = (
     "numpy",
@@ -57,6 +61,12 @@ OWN = (
     "perdure.worker.native.preload",
 )
 """perdure's parts inside a rank."""
+
+KEPT = frozenset({
+    "logging", "multiprocessing.process", "numpy", "tempfile", "torch", "torch._dynamo",
+    "torch.distributed", "torch.distributed.distributed_c10d", "torch.utils.data.dataloader",
+})  # fmt: skip
+"""Modules that perdure looks for in `sys.modules` while a rank starts."""
 
 RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
@@ -177,6 +187,7 @@ class Image:
                     return self.serve()
             elif (child := self._fork(message)) is not None:
                 return child
+        self._store.restore()
         return None
 
     def _read_lines(self) -> Iterator[bytes]:
@@ -197,6 +208,7 @@ class Image:
         reason = find_rank_reader(self._log.fresh)
         if reason:
             return Unfit(reason)
+        self._store.restore()
         with self._log:
             gc.disable()  # Collecting takes a fifth of the time of these imports, and finds little.
             for name in (*BASE, *OWN):
@@ -211,13 +223,21 @@ class Image:
             blamed = self._preload(names)
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
+        reason = prove_fork()
+        if reason:
+            return Unfit(reason)
+        # What the image does here, each rank would do: most of it copies pages of memory.
+        locate_job("", "")
+        list_installed_folders()
         self._store = ModuleStore(self._log)
+        ready = Ready(len(sys.modules))
+        self._store.stow(KEPT)
         importlib.invalidate_caches()
-        sys.path_importer_cache.clear()  # Every rank would spend 5 ms on it.
+        sys.path_importer_cache.clear()
         gc.collect()
         gc.freeze()
-        reason = prove_fork()
-        return Unfit(reason) if reason else Ready(len(sys.modules))
+        use_large_pages()
+        return ready
 
     def _preload(self, names: Iterable[str]) -> dict[str, str]:
         blamed: dict[str, str] = {}
@@ -399,6 +419,20 @@ def read_answer(fd: int, timeout_s: float) -> str:
             break
         data += part
     return data.decode()
+
+
+def use_large_pages() -> None:
+    """Move this process's memory to pages of 2 MB: a fork copies an entry for each page.
+
+    A kernel before Linux 6.1 refuses, or has none left: the pages then stay small.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    with open("/proc/self/maps") as file:
+        for words in map(str.split, file.readlines()):
+            if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):
+                begin, end = (int(each, 16) for each in words[0].split("-"))
+                madvise(begin, end - begin, _MADV_COLLAPSE)
 
 
 def prove_fork() -> str:

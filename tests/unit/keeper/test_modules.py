@@ -252,3 +252,11 @@ def test_another_name_of_a_compiled_module_makes_no_package_compiled(tmp_path: P
     text = "import aliases\nseen['is'] = aliases.used.V\n"
     seen = run(tmp_path, ("aliases",), text)
     assert (seen["is"], seen["reasons"]) == (2, [])
+
+
+def test_a_module_of_cython_s_own_is_no_other_package(tmp_path: Path) -> None:
+    """A package that the image does not have, as the script's own, makes it before numpy."""
+    text = "import types\nsys.modules['cython_runtime'] = types.ModuleType('cython_runtime')\n"
+    text += "import numpy.random\nseen['same'] = numpy.random is stored['numpy.random']\n"
+    seen = run(tmp_path, ("numpy.random",), text)
+    assert (seen["reasons"], seen["same"]) == ([], True)

@@ -38,6 +38,7 @@ _SLOWER = 1.3
 """How much longer each time is than the one before where nothing was imported."""
 
 
+@functools.cache
 def list_installed_folders() -> tuple[str, ...]:
     """Return the directories of the standard library, of site-packages, and of perdure."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
