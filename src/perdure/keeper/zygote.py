@@ -175,6 +175,8 @@ class Image:
         self._store = ModuleStore(log)
         self._received: list[int] = []
         """Files that have come with messages."""
+        self._forked = False
+        """Whether this image was forked from another."""
 
     def serve(self) -> Callable[[], None] | None:
         """Return None when the keeper is gone, and in each forked child what it has to do."""
@@ -236,7 +238,8 @@ class Image:
         sys.path_importer_cache.clear()
         gc.collect()
         gc.freeze()
-        use_large_pages()
+        if self._forked:  # No start waits for it.
+            use_large_pages()
         return ready
 
     def _preload(self, names: Iterable[str]) -> dict[str, str]:
@@ -289,7 +292,7 @@ class Image:
             os.close(fd)
             return False
         self._sock.close()
-        self._sock = socket.socket(fileno=fd)
+        self._sock, self._forked = socket.socket(fileno=fd), True
         self._send(ImageForked(os.getpid()))
         return True
 
