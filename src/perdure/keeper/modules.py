@@ -36,6 +36,8 @@ _READ_LATER = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 _READ_IN_C = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_")
 """Variables that compiled parts of torch and numpy read when they are loaded."""
 
+_USUAL = ("numpy", "torch", "torch.distributed")
+"""Modules that most scripts import: the image works out what they need."""
 _REGISTRIES = ("cython_runtime", "_cython_")
 """Modules that the first compiled module of Cython makes, and each later one shares."""
 
@@ -294,6 +296,9 @@ class ModuleStore:
         } - set(sys.stdlib_module_names)
         self._needed = self._list_tops(self._close(*self._compiled, visible=False))
         self._hideable = [name for name in self._whole if self._may_hide(name)]
+        usual = {name: self._close(name, visible=False) for name in _USUAL if name in self._whole}
+        self._usual = {name: (names, self._list_tops(names)) for name, names in usual.items()}
+        self._reads = {name: trace for name, trace in log.traces.items() if trace.reads}
         self._added = {id(one) for trace in log.traces.values() for one in trace.finders}
         used = self._close(*(name for name in self._whole if is_own(name)), visible=False)
         self._parts = list(self._list_parts(used))
@@ -443,16 +448,19 @@ class ModuleStore:
 
     def _find_difference(self, name: str) -> str:
         """Return what a fresh import of `name` would do otherwise; an empty string if nothing."""
-        names = self._close(name, visible=True)
-        for each in names:
+        names, tops = self._usual.get(name, (set[str](), set[str]()))
+        if not names:
+            names = self._close(name, visible=True)
+            tops = self._list_tops(names)
+        for each in sys.modules.keys() & names:
             if each.startswith(_REGISTRIES):
                 continue
-            if each in sys.modules and sys.modules[each] is not self._whole.get(each):
+            if sys.modules[each] is not self._whole.get(each):
                 return f"{each} is another module"
-        for each in sorted(names & self._hidden.keys() & self._stamps.keys()):
+        for each in sorted(self._stamps.keys() & names & self._hidden.keys()):
             if _stamp(self._whole[each]) != self._stamps[each]:
                 return f"the file of {each} has changed"
-        return self._find_other_variable(names) or self._find_other_origin(self._list_tops(names))
+        return self._find_other_variable(names) or self._find_other_origin(tops)
 
     def _close(self, *names: str, visible: bool) -> set[str]:
         """Return `names` and what they need; if `visible`, nothing beyond what the script has."""
@@ -473,9 +481,9 @@ class ModuleStore:
             for key in self._environ.keys() | os.environ.keys()
             if self._environ.get(key) != os.environ.get(key)
         } - _READ_LATER
-        for name in names & self._hidden.keys():
-            trace = self._log.traces.get(name)
-            for variable, value in trace.reads.items() if trace else ():
+        for name in self._reads.keys() & names & self._hidden.keys():
+            trace = self._reads[name]
+            for variable, value in trace.reads.items():
                 if variable == "*":  # It may look for variables that bear its name.
                     own = name.partition(".")[0].upper()
                     differs = any(key.startswith(own) for key in changed)
@@ -483,7 +491,7 @@ class ModuleStore:
                     differs = variable in changed
                 else:
                     differs = os.environ.get(variable) != value
-                if differs and variable not in (trace.environ if trace else ()):
+                if differs and variable not in trace.environ:
                     return f"{name} has read {variable}"
         if changed and any(name.partition(".")[0] in self._compiled for name in names):
             return next(
