@@ -418,20 +418,47 @@ time.sleep(3600)
     node.expect(KeeperStopped, generation=0)
 
 
-def test_a_sitecustomize_that_reads_its_rank_runs_in_each_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["LOCAL_RANK", "getpid"])
+def test_a_sitecustomize_of_its_rank_or_process_runs_in_each_rank(
+    tmp_path: Path, word: str
+) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    text = "import os\nos.environ['MINE'] = os.environ.get('LOCAL_RANK', 'none')\n"
-    (site / "sitecustomize.py").write_text(text)
+    value = "str(os.getpid())" if word == "getpid" else f"os.environ.get('{word}', 'none')"
+    (site / "sitecustomize.py").write_text(f"import os\nos.environ['MINE'] = {value}\n")
     node = Node(tmp_path, PYTHONPATH=str(site))
     try:
         node.env["PYTHONPATH"] = str(site)
         script = node.script("import os\nprint(os.environ['MINE'])")
         spawned = node.spawn(0, script, world=2)
-        assert spawned.why_cold == "sitecustomize reads LOCAL_RANK when Python starts"
+        assert spawned.why_cold == f"sitecustomize uses {word} when Python starts"
         for rank in range(2):
             assert node.ended(0, rank).code == 0
-            assert node.text(0, rank) == f"{rank}\n"
+            own = spawned.pids[rank] if word == "getpid" else rank
+            assert node.text(0, rank) == f"{own}\n"
+    finally:
+        node.end()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU to be bound to")
+def test_torch_binds_a_rank_to_its_cpus_only_once_the_script_imports_it(tmp_path: Path) -> None:
+    binding = {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"}
+    node = Node(tmp_path, **binding)
+    try:
+        node.env |= binding
+        script = node.script("""
+            import os
+            print(sorted(os.sched_getaffinity(0)))
+            import torch
+            print(sorted(os.sched_getaffinity(0)))
+        """)
+        fresh = subprocess.run(
+            [sys.executable, script], env=os.environ | binding, capture_output=True, check=True
+        )
+        node.wait_warm()
+        assert node.spawn(0, script).warm
+        assert node.ended(0).code == 0
+        assert node.text(0) == fresh.stdout.decode()
     finally:
         node.end()
 

@@ -53,11 +53,14 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -
     except OSError as error:
         raise SystemExit(f"perdure: {error.strerror}: {plan.cwd}") from None
     reset_process()
+    bound = os.sched_getaffinity(0)
+    if bound != store.cpus:
+        os.sched_setaffinity(0, store.cpus)
     attach()
     if launch.rank == plan.ranks[0].rank and plan.imports:
         where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
         record_imports(plan.imports, where)
-    hide_modules(plan, launch, title, store)
+    hide_modules(plan, launch, title, store, bound)
     run_main(
         plan.script,
         plan.args,
@@ -66,16 +69,20 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -
     )
 
 
-def hide_modules(plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleStore) -> None:
+def hide_modules(
+    plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleStore, bound: set[int]
+) -> None:
     """Show the script only modules that a fresh Python has, and the others once it asks for them.
 
     A script that needs another module than the image has, where none can take its place, is
     executed cold from its first line on. Once it has torch, it may have begun to train: then the
-    image's module stays, and perdure says so.
+    image's module stays, and perdure says so. With torch, the rank is bound to the CPUs `bound`.
     """
 
     def note_visible(name: str) -> None:
         if name == "torch":
+            if bound != store.cpus:
+                os.sched_setaffinity(0, bound)
             set_threads(os.environ)
         elif name == "torch.distributed":
             read_level = getattr(sys.modules[name], "set_debug_level_from_env", None)

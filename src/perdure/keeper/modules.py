@@ -89,6 +89,8 @@ class ModuleLog:
         self.filters = list(_warnings.filters)
         self.finders = list(sys.meta_path)
         self.path = list(sys.path)
+        self.cpus = os.sched_getaffinity(0)
+        """CPUs before an import of torch has bound this process to one, by OMP_PROC_BIND."""
         self.traces: dict[str, Trace] = {}
         self.first: frozenset[str] = frozenset()
         """Modules of every image; `note_first` sets it."""
@@ -271,6 +273,7 @@ class ModuleStore:
     def __init__(self, log: ModuleLog) -> None:
         """Work out in the image, once, what is the same for all ranks; hide nothing yet."""
         self._log = log
+        self.cpus = log.cpus
         self._ready = False
         """Whether a rank has hidden the modules."""
         self._on_visible: Callable[[str], None] = lambda name: None

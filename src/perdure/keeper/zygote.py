@@ -73,6 +73,9 @@ RANK_VARIABLES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK",
 })  # fmt: skip
 
+_OF_PROCESS = frozenset({"getpid", "mkdtemp", "random", "secrets", "urandom", "uuid1", "uuid4"})
+"""Names of what is another in each process."""
+
 
 class Preload(msgspec.Struct, frozen=True, tag=True):
     """First message to an image: import `names`, then prove yourself."""
@@ -369,7 +372,7 @@ class Image:
 
 
 def find_rank_reader(names: Iterable[str]) -> str:
-    """Return which of a Python's first modules names a rank's variable; an empty string if none.
+    """Return which of a Python's first modules is another in each rank; an empty string if none.
 
     Such a `sitecustomize` runs once in the image, and has to run in each rank.
     """
@@ -379,8 +382,8 @@ def find_rank_reader(names: Iterable[str]) -> str:
         text, path = "", getattr(sys.modules.get(name), "__file__", None) or ""
         with contextlib.suppress(OSError), open(path, errors="replace") as file:
             text = file.read()
-        if found := RANK_VARIABLES.intersection(re.findall(r"\w+", text)):
-            return f"{name} reads {min(found)} when Python starts"
+        if found := (RANK_VARIABLES | _OF_PROCESS).intersection(re.findall(r"\w+", text)):
+            return f"{name} uses {min(found)} when Python starts"
     return ""
 
 
