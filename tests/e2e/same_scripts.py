@@ -69,6 +69,10 @@ SHORT = {
 """Scripts that every run of the tests tries."""
 
 LONG = {
+    "read_in_c": "os.environ |= {'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE': '1',"
+    " 'TORCH_LINALG_PREFER_CUSOLVER': '1'}\nimport torch\n"
+    "seen['is'] = torch.get_float32_matmul_precision(),"
+    " str(torch.backends.cuda.preferred_linalg_library())",
     "cython": "import requests, numpy.random, torch\nfirst = torch\nimport torch._dynamo\n"
     "seen['is'] = where('numpy.random', 'torch._dynamo'), torch is first",
     "environment": "mine = 'PERDURE', 'TORCHINDUCTOR_CACHE', 'TRITON_CACHE', 'CUDA_CACHE',"

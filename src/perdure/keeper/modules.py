@@ -33,7 +33,10 @@ OWN = "perdure"
 
 _READ_LATER = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"})
 """Variables that are read again when a rank asks for torch (`bootstrap.set_threads`)."""
-_READ_IN_C = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_")
+_READ_IN_C = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "TORCH_CPP_", "TORCH_SHOW_CPP_",
+    "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
+)  # fmt: skip
 """Variables that compiled parts of torch and numpy read when they are loaded."""
 
 _USUAL = ("numpy", "torch", "torch.distributed")
@@ -497,9 +500,11 @@ class ModuleStore:
                 if differs and variable not in trace.environ:
                     return f"{name} has read {variable}"
         if changed and any(name.partition(".")[0] in self._compiled for name in names):
-            return next(
-                (f"it reads {key}" for key in sorted(changed) if key.startswith(_READ_IN_C)), ""
-            )
+            for key in sorted(changed):
+                values = f"{self._environ.get(key)} {os.environ.get(key)}"
+                allocator = key.endswith("_ALLOC_CONF") and "backend:" in values
+                if allocator or key.startswith(_READ_IN_C):
+                    return f"it reads {key}"
         return ""
 
     def _list_tops(self, names: set[str]) -> set[str]:

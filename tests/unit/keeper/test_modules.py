@@ -261,3 +261,20 @@ def test_a_module_of_cython_s_own_is_no_other_package(tmp_path: Path) -> None:
     text += "import numpy.random\nseen['same'] = numpy.random is stored['numpy.random']\n"
     seen = run(tmp_path, ("numpy.random",), text)
     assert (seen["reasons"], seen["same"]) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [
+        ("NPY_ENABLE_CPU_FEATURES=AVX2", True),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1", True),
+        ("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", True),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", False),
+    ],
+)
+def test_variables_that_compiled_modules_read_when_they_are_loaded_count(
+    tmp_path: Path, setting: str, read: bool
+) -> None:
+    name, _, value = setting.partition("=")
+    seen = run(tmp_path, ("numpy",), f"os.environ[{name!r}] = {value!r}\nimport numpy\n")
+    assert seen["reasons"] == ([f"numpy: it reads {name}"] if read else [])
