@@ -12,7 +12,6 @@ be imported. It stays its child until the other is ended, and a mistake in it ha
 """
 
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -40,7 +39,6 @@ from perdure.worker.start.streams import open_streams, survive_full_disks
 from perdure.worker.stderr import say
 
 FORK_TIMEOUT_S = 30.0
-_MADV_COLLAPSE = 25
 
 BASE = (
     "numpy",
@@ -178,8 +176,6 @@ class Image:
         self._store = ModuleStore(log)
         self._received: list[int] = []
         """Files that have come with messages."""
-        self._forked = False
-        """Whether this image was forked from another."""
 
     def serve(self) -> Callable[[], None] | None:
         """Return None when the keeper is gone, and in each forked child what it has to do."""
@@ -241,8 +237,6 @@ class Image:
         sys.path_importer_cache.clear()
         gc.collect()
         gc.freeze()
-        if self._forked:  # No start waits for it.
-            use_large_pages()
         return ready
 
     def _preload(self, names: Iterable[str]) -> dict[str, str]:
@@ -295,7 +289,7 @@ class Image:
             os.close(fd)
             return False
         self._sock.close()
-        self._sock, self._forked = socket.socket(fileno=fd), True
+        self._sock = socket.socket(fileno=fd)
         self._send(ImageForked(os.getpid()))
         return True
 
@@ -425,20 +419,6 @@ def read_answer(fd: int, timeout_s: float) -> str:
             break
         data += part
     return data.decode()
-
-
-def use_large_pages() -> None:
-    """Move this process's memory to pages of 2 MB: a fork copies an entry for each page.
-
-    A kernel before Linux 6.1 refuses, or has none left: the pages then stay small.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    with open("/proc/self/maps") as file:
-        for words in map(str.split, file.readlines()):
-            if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):
-                begin, end = (int(each, 16) for each in words[0].split("-"))
-                madvise(begin, end - begin, _MADV_COLLAPSE)
 
 
 def prove_fork() -> str:
