@@ -140,6 +140,27 @@ def test_deepspeed_names_the_newest_one(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == older.name
 
 
+@pytest.mark.parametrize("lost", ["zero_pp_rank_1_mp_rank_00_optim_states.pt",
+                                  "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"])  # fmt: skip
+def test_a_folder_of_deepspeed_without_a_file_of_each_rank_is_torn(
+    tmp_path: Path, lost: str
+) -> None:
+    """Rank 0 writes `latest` and waits for no other rank before."""
+    older, path = make(tmp_path, "DeepSpeed", 1), make(tmp_path, "DeepSpeed", 20)
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    for rank in (0, 1):
+        save_torch(path / lost.replace("rank_1", "rank_0").replace("rank_0_", f"rank_{rank}_"), 20)
+    state = {"module": {"w": torch.zeros(9)}, "dp_world_size": 2, "ds_config": {}, "my": Path("a")}
+    torch.save(state, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path), [str(older)]).state == "whole"
+    (path / lost).unlink()
+    found = examine(str(path), [str(older)])
+    assert (found.state, found.why.split()[0]) == ("torn", lost)
+    state["ds_config"] = {"checkpoint": {"use_node_local_storage": True}}
+    torch.save(state, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path), [str(older)]).state == "whole", "another node has the file"
+
+
 @pytest.mark.parametrize("tag", ["", "global_st"])
 def test_a_torn_latest_of_deepspeed_names_the_newest_whole_one_again(
     tmp_path: Path, tag: str

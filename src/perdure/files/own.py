@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import glob
 import io
+import itertools
 import json
 import os
 import pickle
@@ -50,6 +51,8 @@ CHECKPOINT = re.compile(
 )
 """Names of folders that are one checkpoint."""
 _DEEPSPEED = ("model_states.pt", "optim_states.pt")
+_RANKED = re.compile(r"((?:bf16_)?zero_pp_rank_)\d+(_mp_rank_\d+_(?:model|optim)_states\.pt)")
+"""Files of which each data-parallel rank writes one."""
 _NUMBERED = re.compile(r"checkpoint-\d+")
 _STEPS = ("optimizer", "scheduler.pt", "rng_state", "scaler.pt", "global_step")
 """Beginnings of names that the Trainer writes between its model and `trainer_state.json`."""
@@ -224,8 +227,10 @@ def _check_folder(
     lacking = _list_last(folder, siblings) - set(files)
     if lacking:
         raise TornError(f"{min(lacking)} is missing, which all older ones have")
-    if format_ == "DeepSpeed" and _is_ahead(folder):
-        return format_, False
+    if format_ == "DeepSpeed":
+        if _is_ahead(folder):
+            return format_, False
+        _check_ranks(folder, files)
     format_ = format_ or next(filter(None, known), "")
     return format_, bool(format_ and any(known))
 
@@ -242,6 +247,39 @@ def _has_steps(folder: str, files: Iterable[str], siblings: Sequence[str]) -> bo
 
 def _is_ahead(folder: str) -> bool:
     """Return whether DeepSpeed has not named a folder as its `latest` yet, which it writes last."""
+def _check_ranks(folder: str, files: Collection[str]) -> None:
+    """Refuse a folder of DeepSpeed that lacks a rank's file.
+
+    Rank 0 writes `latest` after its own files, and waits for no other rank's. A folder on a node's
+    own disk has the files of that node alone.
+
+    Raises:
+        TornError: a file is missing.
+    """
+    kinds = {found.groups() for name in files if (found := _RANKED.fullmatch(name))}
+    states = [name for name in files if name.endswith(_DEEPSPEED[0])]
+    if not kinds or not states:
+        return
+    state: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # What it says is not understood.
+        state = _read_archived(os.path.join(folder, min(states)))
+        if state["ds_config"].get("checkpoint", {}).get("use_node_local_storage"):
+            return
+    ranks = state.get("dp_world_size", 0)
+    for (before, after), rank in itertools.product(sorted(kinds), range(ranks)):
+        if (name := f"{before}{rank}{after}") not in files:
+            raise TornError(f"{name} is missing, which {ranks} ranks write one each of")
+
+
+def _read_archived(path: str) -> Any:
+    """Return the object in a file of `torch.save`, without its tensors."""
+    with open_file(path, follow=True) as file, zipfile.ZipFile(file) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
+        if archive.getinfo(name).file_size > METADATA_BYTES_MAX:
+            return {}
+        return _Inert(io.BytesIO(archive.read(name))).load()
+
+
     with contextlib.suppress(OSError):
         tag, exists = _read_tag(os.path.dirname(folder))
         return exists and _list_numbers(tag) < _list_numbers(folder)
@@ -370,6 +408,9 @@ class _Inert(pickle.Unpickler):
 
 
 def _read_extents(name: str, data: bytes) -> dict[str, int]:
+    def persistent_load(self, pid: Any) -> _Any:
+        return _Any()
+
     """Return the files that an index names, with the number of bytes that each has at least."""
     try:
         index = _Inert(io.BytesIO(data)).load()
