@@ -407,6 +407,21 @@ def test_a_death_amid_a_move_leaves_a_latest(
     assert (out / "latest").read_text() == (path if torn_latest else older).name
 
 
+def test_a_link_to_a_torn_one_leads_to_the_newest_whole_one(tmp_path: Path) -> None:
+    """Lightning's `save_last="link"`: without a file behind the link, it begins from step 0."""
+    out = tmp_path / "out"
+    whole, path = (out / f"step={step}.ckpt" for step in (1, 2))
+    save_torch(whole, 1)
+    path.write_bytes(b"PK\x03\x04")
+    for name in ("last.ckpt", "other.ckpt", "gone.ckpt"):
+        (out / name).symlink_to({"last": path, "other": whole}.get(name[:-5], out / "no").name)
+    (torn,), found = find_newest("out/*.ckpt", str(tmp_path))
+    assert found is not None
+    set_aside(torn.path, str(tmp_path / "away"), found.path)
+    links = {link.name: os.readlink(link) for link in out.iterdir() if link.is_symlink()}
+    assert links == {"last.ckpt": whole.name, "other.ckpt": whole.name, "gone.ckpt": "no"}
+
+
 def test_an_overwritten_file_is_never_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,8 @@ _RANKED = re.compile(r"((?:bf16_)?zero_pp_rank_)\d+(_mp_rank_\d+_(?:model|optim)
 _NUMBERED = re.compile(r"checkpoint-\d+")
 _STEPS = ("optimizer", "scheduler.pt", "rng_state", "scaler.pt", "global_step")
 """Beginnings of names that the Trainer writes between its model and `trainer_state.json`."""
+_NEWEST = re.compile(r"(^|[-_.])(last|latest)([-_.]|$)", re.IGNORECASE)
+"""Names of a file that is the newest one: a library that finds none may begin from step 0."""
 _WHY_MAX = 300
 """Characters of a reason: names of tensors may be long."""
 
@@ -245,8 +247,6 @@ def _has_steps(folder: str, files: Iterable[str], siblings: Sequence[str]) -> bo
     return any(name.startswith(_STEPS) for name in files)
 
 
-def _is_ahead(folder: str) -> bool:
-    """Return whether DeepSpeed has not named a folder as its `latest` yet, which it writes last."""
 def _check_ranks(folder: str, files: Collection[str]) -> None:
     """Refuse a folder of DeepSpeed that lacks a rank's file.
 
@@ -280,6 +280,8 @@ def _read_archived(path: str) -> Any:
         return _Inert(io.BytesIO(archive.read(name))).load()
 
 
+def _is_ahead(folder: str) -> bool:
+    """Return whether DeepSpeed has not named a folder as its `latest` yet, which it writes last."""
     with contextlib.suppress(OSError):
         tag, exists = _read_tag(os.path.dirname(folder))
         return exists and _list_numbers(tag) < _list_numbers(folder)
@@ -406,11 +408,11 @@ class _Inert(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[_Any]:
         return _Any
 
-
-def _read_extents(name: str, data: bytes) -> dict[str, int]:
     def persistent_load(self, pid: Any) -> _Any:
         return _Any()
 
+
+def _read_extents(name: str, data: bytes) -> dict[str, int]:
     """Return the files that an index names, with the number of bytes that each has at least."""
     try:
         index = _Inert(io.BytesIO(data)).load()
@@ -549,7 +551,7 @@ def _share_disk(one: str, other: str) -> bool:
 
 
 def set_aside(path: str, target: str, whole: str) -> None:
-    """Move a torn checkpoint, and let DeepSpeed's `latest` name the `whole` one.
+    """Move a torn checkpoint; DeepSpeed's `latest` and links name the `whole` one instead.
 
     `latest` is never missing if a whole one exists: without it, a script begins from step 0.
 
@@ -566,6 +568,8 @@ def set_aside(path: str, target: str, whole: str) -> None:
     if whole and os.path.dirname(whole) != folder:  # Each run of a pattern has its own `latest`.
         found = find_newest(_make_pattern(path), folder)[1]
         whole = found.path if found else ""
+    if whole:
+        _lead_links(path, whole)
     named = False
     with contextlib.suppress(OSError):
         named = _read_tag(folder)[0] == name
@@ -576,6 +580,29 @@ def set_aside(path: str, target: str, whole: str) -> None:
     if named and not whole:
         with contextlib.suppress(OSError):
             os.rename(latest, f"{target}.latest")
+
+
+def _lead_links(path: str, whole: str) -> None:
+    """Let links beside `path` that lead there, such as Lightning's `last.ckpt`, lead to `whole`."""
+    with os.scandir(os.path.dirname(path)) as entries:
+        links = [one.path for one in entries if one.is_symlink()]
+    for link in links:
+        if os.path.realpath(link) == os.path.realpath(path):
+            temporary = f"{link}.{os.urandom(4).hex()}"
+            os.symlink(os.path.relpath(whole, os.path.dirname(link)), temporary)
+            os.replace(temporary, link)
+
+
+def can_stand_in(whole: str, path: str) -> bool:
+    """Return whether a copy of `whole` may take the place of `path`, the newest one by its name.
+
+    >>> can_stand_in("out/step=40.ckpt", "out/last.ckpt")
+    True
+    """
+    return bool(_NEWEST.search(os.path.basename(path))) and (
+        (os.path.dirname(whole), os.path.splitext(whole)[1])
+        == (os.path.dirname(path), os.path.splitext(path)[1])
+    )
 
 
 def _make_pattern(path: str) -> str:

@@ -23,8 +23,10 @@ class Kept(Outbox):
         super().__init__(None, "s", node=0, source="a")
         self.events: list[AnyEvent] = []
 
-    def put(self, event: AnyEvent, *args: Any) -> None:  # type: ignore[override]
+    def put(self, event: AnyEvent, *known: Any) -> None:  # type: ignore[override]
         self.events.append(event)
+        for act in known:
+            act()
 
 
 def save(path: Path) -> Path:
@@ -48,9 +50,36 @@ def make(
 
 def check(own: OwnCheckpoints, kept: Kept, *, move: bool = True) -> OwnChecked:
     asyncio.run(own.check(CheckOwn(generation=0, nodes=(0,), move=move, reason="r")))
-    (event,) = kept.events
+    *_, event = kept.events
     assert isinstance(event, OwnChecked)
     return event
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
+def test_a_torn_last_one_becomes_a_copy_of_the_newest_whole_one(tmp_path: Path, name: str) -> None:
+    """Lightning's `ckpt_path="last"` begins from step 0 if no such file is there."""
+    out = tmp_path / "out"
+    whole, torn = save(out / "epoch=0-step=40.ckpt"), save(out / name)
+    os.utime(whole, (1.0, 1.0))
+    torn.write_bytes(torn.read_bytes()[:10])
+    own, kept = make(tmp_path, tmp_path / "url", "out/*.ckpt")
+    (told,) = check(own, kept).moved
+    assert "moved to out.torn/last" in told
+    assert "; a copy of out/epoch=0-step=40.ckpt, " in told
+    assert told.endswith(" old, takes its place")
+    assert torn.read_bytes() == whole.read_bytes()
+    assert len((tmp_path / "out.torn" / name).read_bytes()) == 10
+
+
+def test_another_torn_file_without_a_number_is_moved(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    os.utime(save(out / "epoch=0-step=40.ckpt"), (1.0, 1.0))
+    for name in ("best.ckpt", "blast.ckpt", "last.pt"):
+        (out / name).write_bytes(b"PK\x03\x04")
+        own, kept = make(tmp_path, tmp_path / "url", "out/*")
+        (told,) = check(own, kept).moved
+        assert "the newest whole one is out/epoch=0-step=40.ckpt" in told
+        assert not (out / name).exists()
 
 
 def test_a_pattern_that_cannot_be_copied_keeps_no_other_one_from_it(tmp_path: Path) -> None:

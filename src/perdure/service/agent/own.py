@@ -11,6 +11,7 @@ from perdure.adapters.file_thread import FileThread
 from perdure.adapters.own_away import OwnAway
 from perdure.files.own import (
     OwnCheckpoint,
+    can_stand_in,
     choose_place,
     copy_whole,
     examine,
@@ -115,7 +116,7 @@ class OwnCheckpoints:
                     return []  # Another node sees the same folder, and was faster.
                 if torn.mark not in [one.mark for one in again]:
                     return [f"{text}; another program is writing it, so that it stays there"]
-            if (age := await self._put_back(torn.path, root, target)) is None:
+            if not (instead := await self._put_back(torn.path, root, target, whole)):
                 async with asyncio.timeout(CHECK_S):
                     await self._files.call(
                         set_aside, torn.path, target, whole.path if whole else ""
@@ -125,25 +126,30 @@ class OwnCheckpoints:
         except (OSError, TimeoutError) as error:
             return [f"{text}; it cannot be moved: {error}"]
         text = f"{text}; moved to {self._shorten(target)}"
-        if age is not None:
-            return [f"{text}; its copy, {age} old, takes its place"]
+        if instead:
+            return [f"{text}; {instead} takes its place"]
         if whole is None:
             return [f"{text}; nothing older that is whole exists"]
         age = _render_age(whole.written_s)
         return [f"{text}; the newest whole one is {self._shorten(whole.path)}, {age} old"]
 
-    async def _put_back(self, path: str, root: str, target: str) -> str | None:
-        """Have the copy take the place of an overwritten file; return its age, if it does."""
-        if not self._spec.checkpoint.own_copy:
-            return None
-        copy = locate_copy(path, root, self._spec.cwd)
-        try:
-            async with asyncio.timeout(10 * CHECK_S):
-                if await self._files.call(put_back, copy, path, target):
-                    return _render_age(os.stat(path).st_mtime)
-        except (OSError, TimeoutError) as error:
-            log.warning("no copy of %s: %s", path, error)
-        return None
+    async def _put_back(
+        self, path: str, root: str, target: str, whole: OwnCheckpoint | None
+    ) -> str:
+        """Have a copy take the place of an overwritten file; return what does, if one does."""
+        copies: dict[str, str] = {}
+        if self._spec.checkpoint.own_copy:
+            copies[locate_copy(path, root, self._spec.cwd)] = "its copy"
+        if whole is not None and can_stand_in(whole.path, path):
+            copies[whole.path] = f"a copy of {self._shorten(whole.path)}"
+        for copy, what in copies.items():
+            try:
+                async with asyncio.timeout(10 * CHECK_S):
+                    if await self._files.call(put_back, copy, path, target):
+                        return f"{what}, {_render_age(os.stat(path).st_mtime)} old,"
+            except (OSError, TimeoutError) as error:
+                log.warning("no copy of %s: %s", path, error)
+        return ""
 
     def _shorten(self, path: str) -> str:
         """Return a path from the job's folder, if it is below."""
