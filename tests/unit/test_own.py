@@ -181,6 +181,25 @@ def test_a_torn_latest_of_deepspeed_names_the_newest_whole_one_again(
     assert find_newest("out/global_step*", str(tmp_path)) == ([], whole)
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_torn_latest_of_a_first_save_goes_with_it(tmp_path: Path, *, other: bool) -> None:
+    """DeepSpeed begins from step 0 without `latest`, and fails to load what an empty one names."""
+    path = make(tmp_path / "runs" / "a", "DeepSpeed", 9)
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"PK\x03\x04")
+    latest = path.parent / "latest"
+    latest.write_text("")
+    if other:
+        make(tmp_path / "runs" / "b", "DeepSpeed", 3)
+    torn, whole = find_newest("runs/*/global_step*", str(tmp_path))
+    assert {one.path for one in torn} == {str(path), str(latest)}
+    for one in torn:
+        target = choose_place(one.path, str(tmp_path / "runs"), str(tmp_path))
+        set_aside(one.path, target, whole.path if whole else "")
+    assert not path.exists()
+    assert not latest.exists()
+    assert find_newest("runs/*/global_step*", str(tmp_path)) == ([], whole)
+
+
 @pytest.mark.parametrize(
     "content",
     [b"own format", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"PK\x05\x06" + bytes(18)],

@@ -479,9 +479,17 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
                 break
             if found.state == "torn":
                 torn[path] = found
-    if newest is not None and newest.format == "DeepSpeed":
-        torn |= _check_latest(os.path.dirname(newest.path))
+    found = [one.path for one in (*torn.values(), newest) if one]
+    for folder in sorted({os.path.dirname(path) for path in found if _has_states(path)}):
+        torn |= _check_latest(folder)
     return list(torn.values()), newest
+
+
+def _has_states(path: str) -> bool:
+    """Return whether a folder has a file of DeepSpeed."""
+    with contextlib.suppress(OSError):
+        return any(name.endswith(_DEEPSPEED) for name in os.listdir(path))
+    return False
 
 
 def _check_latest(folder: str) -> dict[str, OwnCheckpoint]:
@@ -561,13 +569,14 @@ def set_aside(path: str, target: str, whole: str) -> None:
     folder, name = os.path.split(path)
     latest = os.path.join(folder, "latest")
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    if path == latest:
+    if whole and os.path.dirname(whole) != folder:  # Each run of a pattern has its own `latest`.
+        like = os.path.join(folder, os.path.basename(whole if path == latest else path))
+        found = find_newest(_make_pattern(like), folder)[1]
+        whole = found.path if found else ""
+    if path == latest and whole:
         shutil.copyfile(path, target)
         replace_file(latest, os.path.basename(whole).encode(), synced=True)
         return
-    if whole and os.path.dirname(whole) != folder:  # Each run of a pattern has its own `latest`.
-        found = find_newest(_make_pattern(path), folder)[1]
-        whole = found.path if found else ""
     if whole:
         _lead_links(path, whole)
     named = False
