@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs exact agreed same test test-machines test-floors check gates lab nightly torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs exact agreed same test test-machines test-floors check gates lab nightly third-party torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -76,6 +76,11 @@ lab: setup
 nightly: setup
 	@scripts/nightly.sh
 
+# Published libraries' own saves (DeepSpeed, Lightning, an S3 store among them): killed, cut, and
+# preempted. The libraries are downloaded into .venv-third-party, 0.2 GB.
+third-party: setup
+	@scripts/third_party.sh
+
 # The tests that know torch best, with each torch from 2.9 on and with Python 3.11 to 3.13: three
 # environments in build/, 5 GB, whose torches are downloaded once.
 torches: setup
@@ -113,4 +118,4 @@ bench: setup
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf .demo .venv-nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .demo .venv-nightly .venv-third-party .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

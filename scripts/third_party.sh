@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs published libraries' own saves under perdure, in a copy of .venv that has these libraries.
+# third_party.sh [PYTEST ARGUMENT ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+LIBRARIES="lightning==2.6.6 accelerate==1.15.0 transformers==5.24.0
+s3fs==2026.9.0 moto[server]==5.2.5"
+DEEPSPEED="${DEEPSPEED:-deepspeed==0.19.8}"
+copy=.venv-third-party
+stamp=$copy/.perdure-third-party
+want="$LIBRARIES $DEEPSPEED"
+pip() { "$copy/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
+  printf 'third-party: making %s: %s\n' "$copy" "$(echo $want)"
+  rm -rf "$copy"
+  cp -al .venv "$copy" # Hard links: pip and sed put new files in the place of old ones.
+  grep -rlI "$PWD/.venv" "$copy/bin" "$copy/pyvenv.cfg" | xargs -r sed -i "s#$PWD/.venv#$PWD/$copy#g"
+  # No library may bring another torch, with its CUDA packages.
+  "$copy/bin/python" -c 'from importlib.metadata import version
+print("torch==" + version("torch"))' >"$copy/constraints.txt"
+  pip install -c "$copy/constraints.txt" $LIBRARIES setuptools wheel ninja
+  # DeepSpeed's set-up imports torch. Its C++ parts are compiled when a script first uses them.
+  DS_BUILD_OPS=0 pip install --no-build-isolation -c "$copy/constraints.txt" "$DEEPSPEED"
+  printf '%s' "$want" >"$stamp"
+fi
+[ $# -gt 0 ] || set -- tests/third_party/test_published_saves.py tests/third_party/test_s3.py
+exec "$copy/bin/python" -m pytest -q -m "" "$@"
