@@ -479,8 +479,8 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
                 break
             if found.state == "torn":
                 torn[path] = found
-    found = [one.path for one in (*torn.values(), newest) if one]
-    for folder in sorted({os.path.dirname(path) for path in found if _has_states(path)}):
+    judged = [one.path for one in (*torn.values(), newest) if one]
+    for folder in sorted({os.path.dirname(path) for path in judged if _has_states(path)}):
         torn |= _check_latest(folder)
     return list(torn.values()), newest
 
