@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).resolve().parent / "scripts" / "own_saves.py"
 RANKS, EVERY = 2, 3
 PATTERNS = {
     "deepspeed": "out/global_step*",
+    "lightning": "out/*.ckpt",
 }
 STATES = {".pt", ".bin", ".safetensors", ".ckpt"}
 """Ends of the names of files with tensors."""
