@@ -23,6 +23,7 @@ RANKS, EVERY = 2, 3
 PATTERNS = {
     "deepspeed": "out/global_step*",
     "lightning": "out/*.ckpt",
+    "accelerate": "out/checkpoint-*",
 }
 STATES = {".pt", ".bin", ".safetensors", ".ckpt"}
 """Ends of the names of files with tensors."""
