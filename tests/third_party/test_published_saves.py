@@ -24,6 +24,7 @@ PATTERNS = {
     "deepspeed": "out/global_step*",
     "lightning": "out/*.ckpt",
     "accelerate": "out/checkpoint-*",
+    "transformers": "out/checkpoint-*",
 }
 STATES = {".pt", ".bin", ".safetensors", ".ckpt"}
 """Ends of the names of files with tensors."""
@@ -146,10 +147,11 @@ def test_kills_a_cut_and_a_preemption_cost_no_whole_checkpoint(
 
     own.job.process.send_signal(signal.SIGTERM)
     assert own.job.wait() == 0, own.job.text()[-4000:]
-    whole, begun = max(list_saved(tmp_path, 3)), read_lives(tmp_path)[3][-1][1]
+    whole, latest = max(list_saved(tmp_path, 3)), max(read_losses(tmp_path))
+    if form == "transformers":  # `enable_jit_checkpoint` saves 3 s after SIGTERM, at any step.
+        whole = latest - 1
     own = Published(start, tmp_path, form)
     own.wait_saves(4)
-    began = list_saved(tmp_path, 4)[0]
-    assert whole <= began <= max(begun, max(read_losses(tmp_path))), own.job.text()[-4000:]
+    assert whole <= list_saved(tmp_path, 4)[0] <= latest, own.job.text()[-4000:]
     own.finish()
     assert_equal_to_an_undisturbed_run(tmp_path, form)
