@@ -1,12 +1,14 @@
 """SIGKILL of a rank: perdure's warm restart beside torchrun's, same script, in one run.
 
 Measured from the kill to the restarted script's first own line (last rank), to its first step,
-and to the step that was lost. Prints one JSON document.
+and to the step that was lost. Prints one JSON document. With `--old`, the other side is perdure of
+another checkout, and the document has the 95 % interval of the ratio of each delay.
 """
 
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -57,7 +59,10 @@ def pid_of_rank(command: list[str], process: subprocess.Popen[bytes], home: str,
 
 
 def measure(launcher: str, ranks: int, save_every: int, timeout_s: float) -> dict[str, float]:
-    """Run the script under `launcher`, kill its last rank once, return the three delays."""
+    """Run the script under `launcher`, kill its last rank once, return the three delays.
+
+    A `launcher` that is a folder is a checkout, whose perdure runs the script.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "plain.log"
         options = ["--trail", str(log), "--dir", folder, "--save-every", str(save_every)]
@@ -68,6 +73,7 @@ def measure(launcher: str, ranks: int, save_every: int, timeout_s: float) -> dic
         else:
             command = [str(BIN / "perdure"), "run", "-n", str(ranks), "--name", "bench"]
             command += ["--cold"] if launcher == "perdure --cold" else []
+            env |= {"PYTHONPATH": f"{launcher}/src"} if os.path.isdir(launcher) else {}
         out = open(Path(folder) / "out", "wb")  # noqa: SIM115
         process = subprocess.Popen(
             [*command, str(SCRIPT), *options], env=env, stdout=out, stderr=out
@@ -136,8 +142,9 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--old", metavar="FOLDER", help="a checkout to measure in turn")
     args = parser.parse_args()
-    launchers = ["perdure", "perdure --cold", "torchrun"]
+    launchers = ["perdure", args.old] if args.old else ["perdure", "perdure --cold", "torchrun"]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in launchers}
     for _ in range(args.repeat):
         for name in launchers:
@@ -151,6 +158,19 @@ def main() -> None:
             for key in ("first_line_s", "first_step_s", "same_step_s")
             if good
         } | {"hung": len(rows) - len(good)}
+    if args.old:
+        pairs = [
+            p
+            for p in zip(runs["perdure"], runs[args.old], strict=True)
+            if "hung" not in {*p[0], *p[1]}
+        ]
+        for key in pairs[0][0]:
+            ratios = [new[key] / old[key] for new, old in pairs]
+            draws = [statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(5000)]
+            ends = statistics.quantiles(draws, n=40)
+            result[f"{key} of old"] = [
+                round(x, 3) for x in (statistics.median(ratios), ends[0], ends[-1])
+            ]
     print(json.dumps(result))
 
 

@@ -16,7 +16,7 @@ from tests.e2e.harness import Job, read_trail
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 STEPS, SAMPLES, RANKS = 30, 96, 2
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.torch]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ PATTERNS = {
     "dcp": "out/step-*",
 }
 SHORT = ("transformers", "dcp")
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.torch]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.e2e.harness import Job
 from tests.waiting import wait_until
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.torch]
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ _READ_IN_C = (
 )  # fmt: skip
 """Variables that compiled parts of torch and numpy read when they are loaded."""
 
-_USUAL = ("numpy", "torch", "torch.distributed")
+_USUAL = ("numpy", "torch", "torch._dynamo", "torch.distributed")
 """Modules that most scripts import: the image works out what they need."""
 _REGISTRIES = ("cython_runtime", "_cython_")
 """Modules that the first compiled module of Cython makes, and each later one shares."""
@@ -279,6 +279,9 @@ class ModuleStore:
         self.cpus = log.cpus
         self._ready = False
         """Whether a rank has hidden the modules."""
+        self._checked = set[str]()
+        self._showing = 0
+        """How many modules are being shown, one for the other; what they need was checked."""
         self._on_visible: Callable[[str], None] = lambda name: None
         self._on_unequal: Callable[[str], None] = lambda reason: None
         self._hidden: dict[str, ModuleType] = {}
@@ -450,14 +453,21 @@ class ModuleStore:
         """Hand out `name`, once: a second import of it is the script's own."""
         self._hidden.pop(name, None)
         if self._ready:
-            self.show(name)
+            self._showing += 1
+            try:
+                self.show(name)
+            finally:
+                self._showing -= 1
 
     def _find_difference(self, name: str) -> str:
         """Return what a fresh import of `name` would do otherwise; an empty string if nothing."""
+        if self._showing and name in self._checked:
+            return ""
         names, tops = self._usual.get(name, (set[str](), set[str]()))
         if not names:
             names = self._close(name, visible=True)
             tops = self._list_tops(names)
+        self._checked = names
         for each in sys.modules.keys() & names:
             if each.startswith(_REGISTRIES):
                 continue
