@@ -50,6 +50,7 @@ def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> No
     assert (tmp_path / "out.torn" / "checkpoint-9999" / "model.safetensors").exists()
     assert not newest.exists()
     words = "out/checkpoint-9999 (model.safetensors: a header of 64 bytes in a file of 9)"
+    job.wait_until(lambda: words in job.text().replace("\n", " "), "its name in the output")
     for text in (job.text(), job.cli("status", "own").stdout, job.cli("report", "own").stdout):
         assert words in text.replace("\n", " "), text
         assert "moved to out.torn/checkpoint-9999; the newest whole one is out/checkpoint-" in text

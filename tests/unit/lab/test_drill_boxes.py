@@ -45,7 +45,7 @@ def test_all_of_a_start_is_below_its_own_name() -> None:
     )
     plan = plan_run(spec, make_profile(), NAME, Kept(confined=True, switches=True))
     for each, folder, before in (
-        (plan, NAME, "run"), (plan.others[0], f"{NAME}+gpu-b", "join"),
+        (plan, NAME, "run"), (plan.others[0], f"{NAME}+gpu-b", "node"),
     ):  # fmt: skip
         env = each.files["env.sh"]
         assert f'export DURABLE_DIR="$HOME/perdure/{NAME}"\n' in env
