@@ -69,7 +69,9 @@ PANELS: dict[str, dict[str, Entry]] = {
         "resume": Entry("steering.act", "Let a paused job go on."),
         "checkpoint": Entry("steering.act", "Save a checkpoint at a step that all ranks agree on."),
         "stop": Entry("steering.act", "End the job, after a checkpoint at an agreed step."),
-        "restart": Entry("steering.act", "Restart the ranks now, from the newest checkpoint."),
+        "restart": Entry(
+            "steering.act", "Restart the ranks, from a checkpoint that they save first."
+        ),
         "note": Entry("steering.act", "Keep a remark in the job's journal, for report and curves."),
         "inject": Entry("steering.act", "Harm a rank on purpose, to see what happens."),
     },

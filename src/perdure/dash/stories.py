@@ -89,7 +89,7 @@ def render_hang(verdict: Verdict, snapshot: Snapshot) -> list[str]:
     until = f"for {verdict.acts_s - snapshot.at_s:.0f} s more at least" if verdict.ground else ""
     text = f"  it is left alone {until}".rstrip() + " (detect.hang_action_s of the job file)"
     if who.rank is not None:
-        verb = f"inject {job} crash" if snapshot.replicas else f"restart {job}"
+        verb = f"inject {job} crash" if snapshot.replicas else f"restart {job} --now"
         text += f"; perdure {verb} --rank {who.rank} has it restarted now"
     return [*lines, text]
 

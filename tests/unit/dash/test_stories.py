@@ -80,7 +80,7 @@ def test_a_hang_that_is_left_alone_is_told_once_with_what_ends_it() -> None:
         "▲ rank 1: ComputeHang for 10 s: rank 1 has not entered allreduce #67 of 0 · "
         "perdure diagnose d",
         "  it is left alone for 1791 s more at least (detect.hang_action_s of the job file); "
-        "perdure restart d --rank 1 has it restarted now",
+        "perdure restart d --now --rank 1 has it restarted now",
     ]
     gone = msgspec.structs.replace(HANG, evidence={"withdrawn": "rank 1 moves"})
     assert teller.tell(hanging(90.0, gone)) == ["▲ rank 1: ComputeHang is over; nothing was done"]

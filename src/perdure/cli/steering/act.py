@@ -130,16 +130,24 @@ def restart(
         int | None,
         typer.Option("--rank", min=0, help="Its world; of an elastic job, this rank alone."),
     ] = None,
-    timeout_s: Timeout = 30.0,
+    now: Annotated[
+        bool, typer.Option("--now", help="Save nothing; work since the last checkpoint is lost.")
+    ] = False,
+    timeout_s: Timeout = 300.0,
     as_json: Json = False,
 ) -> None:
-    """Restart the ranks now, from the newest checkpoint.
+    """Restart the ranks, from a checkpoint that they save first.
 
-    Steps since that checkpoint are made again. It does not count for restart.max_restarts.
+    Steps that they make meanwhile are made again. A script that does not call perdure.init() saves
+    nothing. A restart does not count for restart.max_restarts.
     """
-    result = send_command(find_job(job), "restart", keep_given(rank=rank), timeout_s=timeout_s)
-    who = "the ranks" if rank is None else f"rank {rank}"
-    answer_of(job, result, f"{who} restart{'' if rank is None else 's'}", as_json)
+    with _telling_of_hangs(find_job(job)) as found:
+        if not now and found.snapshot().depth in ("resumable", "elastic" if rank is None else ""):
+            send_command(found, "checkpoint", {}, timeout_s=timeout_s)
+        result = send_command(found, "restart", keep_given(rank=rank), timeout_s=timeout_s)
+    answer_of(
+        job, result, "the ranks restart" if rank is None else f"rank {rank} restarts", as_json
+    )
 
 
 _HANG_LOOK_S = 5.0

@@ -73,7 +73,6 @@ class ReplicaRanks:
         self._server = WorkerServer(
             spec.name, outbox, self._hear, Asides(clock), admit=self._admit, gone=self._note_gone
         )
-        self._door = ""
 
     async def start(self, paths: JobPaths, port: int, name: str, address: str = "") -> None:
         """Listen, where the ranks look for the lighthouse on this port; `name` is of the line."""
@@ -87,7 +86,6 @@ class ReplicaRanks:
             os.symlink(path, door)
         except OSError as error:
             raise PlatformError(f"cannot make {door}: {error.strerror}") from error
-        self._door = door
 
     async def close(self) -> None:
         """Hang up."""
