@@ -11,18 +11,16 @@ from perdure.cli.steering import act
 
 
 @pytest.mark.parametrize(
-    ("depth", "words", "asked"),
+    ("step", "words", "asked"),
     [
-        ("resumable", (), ["checkpoint", "restart"]),
-        ("resumable", ("--rank", "1"), ["checkpoint", "restart"]),
-        ("resumable", ("--now",), ["restart"]),
-        ("elastic", (), ["checkpoint", "restart"]),
-        ("elastic", ("--rank", "1"), ["restart"]),
-        ("supervised", (), ["restart"]),
+        (7, (), ["checkpoint", "restart"]),
+        (7, ("--rank", "1"), ["checkpoint", "restart"]),
+        (7, ("--now",), ["restart"]),
+        (-1, (), ["restart"]),
     ],
 )
 def test_a_restart_saves_first_where_steps_would_be_lost(
-    monkeypatch: pytest.MonkeyPatch, depth: str, words: tuple[str, ...], asked: list[str]
+    monkeypatch: pytest.MonkeyPatch, step: int, words: tuple[str, ...], asked: list[str]
 ) -> None:
     sent: list[str] = []
 
@@ -30,7 +28,7 @@ def test_a_restart_saves_first_where_steps_would_be_lost(
         sent.append(kind)
         return {}
 
-    found = SimpleNamespace(name="j", snapshot=lambda: SimpleNamespace(depth=depth))
+    found = SimpleNamespace(name="j", snapshot=lambda: SimpleNamespace(step=step))
     monkeypatch.setattr(act, "find_job", lambda name: found)
     monkeypatch.setattr(act, "send_command", send)
     monkeypatch.setattr(act, "_telling_of_hangs", nullcontext)

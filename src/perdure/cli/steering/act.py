@@ -142,7 +142,7 @@ def restart(
     nothing. A restart does not count for restart.max_restarts.
     """
     with _telling_of_hangs(find_job(job)) as found:
-        if not now and found.snapshot().depth in ("resumable", "elastic" if rank is None else ""):
+        if not now and found.snapshot().step >= 0:
             send_command(found, "checkpoint", {}, timeout_s=timeout_s)
         result = send_command(found, "restart", keep_given(rank=rank), timeout_s=timeout_s)
     answer_of(
