@@ -46,7 +46,7 @@ class Names:
         """Find what others have of `several` names; `kept` are ids of all that a checkpoint has."""
         place, self._code, self._space = frame.f_locals, frame.f_code, frame.f_globals
         self._values, self._kept = dict(place), kept
-        if isinstance(place, dict) and place is not self._space:
+        if isinstance(place, dict) and self._code.co_flags & 1:  # CO_OPTIMIZED: of a function.
             place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
         self._alone = self._find_alone(several)
 
