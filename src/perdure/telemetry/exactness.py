@@ -22,8 +22,8 @@ class ExactFold:
         """Take what a rank or the controller says about a resume."""
         self.resumable = True
         match event:
-            case CheckpointRestored(why_not_exact=why, step=step):
-                self.why = self.why or (why and f"resumed at step {step}: {why}")
+            case CheckpointRestored(why_not_exact=why, step=step, path=path):
+                self.why = self.why or (f"resumed at step {step}: {why}" if why and path else why)
             case ResumeCompared(differs=differs) if differs:
                 self.why = self.why or differs
             case ResumeCompared():

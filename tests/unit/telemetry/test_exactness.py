@@ -77,3 +77,11 @@ def test_the_verdict_has_three_values() -> None:
     verdict = fold.judge()
     assert verdict is not None
     assert (verdict.state, verdict.reason) == ("not", "resumed at step 20: torch was 2.9, is 2.13")
+
+
+def test_a_reason_that_is_known_before_a_resume_names_none() -> None:
+    fold, why = ExactFold(), "the script changes what no checkpoint has: t"
+    fold.take(CheckpointRestored(generation=0, rank=0, step=0, path="", why_not_exact=why))
+    verdict = fold.judge()
+    assert verdict is not None
+    assert (verdict.state, verdict.reason) == ("not", why)
