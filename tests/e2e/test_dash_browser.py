@@ -112,6 +112,7 @@ def test_a_job_is_watched_steered_and_looked_back_at(browser: Any, tmp_path: Pat
             _set_by_keys(tab, "lr", "0.25")
             wait("setting by keys", lambda: "0.25" in settings.inner_text())
             _answer_dialogs_by_keys(tab)
+            _type_before_the_first_preview(tab, "lr", "0.125")
             job.find("rank")[1].kill()
             wait("incident", lambda: "SIGKILL" in tab.locator("#s-incidents").inner_text())
             wait("recovery", lambda: "running" in tab.locator("#s-bar .state").inner_text())
@@ -215,6 +216,33 @@ def _set_by_keys(tab: Any, key: str, value: str) -> None:
     _repeat(tab, attempt)
     tab.keyboard.press("Enter")
     assert tab.locator("#ask").is_hidden()
+
+
+def _type_before_the_first_preview(tab: Any, key: str, value: str) -> None:
+    """The preview of the value before comes late: it is not taken for that of the typed one."""
+    tab.evaluate(
+        """() => { window.asked = []; window.real = ask;
+        ask = (act) => new Promise((done) => asked.push({ act, done })); }"""
+    )
+
+    def answer(number: int, preview: bool) -> None:
+        wait("question", lambda: tab.evaluate("asked.length") > number)
+        assert tab.evaluate(f"asked[{number}].act.preview") is preview
+        tab.evaluate(f"asked[{number}].done({{ ok: true, text: 'well' }})")
+
+    tab.locator(f"#s-settings button[data-key={key}]").focus()
+    tab.keyboard.press("Enter")
+    wait("dialog", tab.locator("#ask").is_visible)
+    tab.keyboard.press("Control+A")
+    tab.keyboard.type(value)
+    tab.keyboard.press("Enter")
+    answer(0, preview=True)
+    answer(1, preview=True)
+    answer(2, preview=False)
+    assert tab.evaluate("asked[2].act.value") == value
+    wait("answer", lambda: tab.locator("#ask-said.good").count() == 1)
+    tab.keyboard.press("Enter")
+    tab.evaluate("() => { ask = real; }")
 
 
 def _answer_dialogs_by_keys(tab: Any) -> None:

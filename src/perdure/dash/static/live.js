@@ -407,6 +407,7 @@ async function steer(button) {
   clearTimeout(typing);
   agreed = false;
   input?.addEventListener("input", () => {
+    asking++; // The preview of the value before is nobody's any more.
     yes.disabled = true;
     agreed = false;
     clearTimeout(typing);
