@@ -3,6 +3,7 @@
 Each prints, as JSON, which groups could still sum, and the error of the one that was broken.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -80,6 +81,7 @@ def wait_broken(comm: Communicator) -> str:
 
 def main(rank: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)  # Shows where a group hangs.
     torch.set_num_threads(1)
     if sys.argv[2] == "lazy":
         make: Any = dist.ProcessGroupGloo.create_device
