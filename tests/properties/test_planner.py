@@ -257,7 +257,7 @@ def test_a_change_must_pay_before_the_next(dwell_s: float, wanted: str) -> None:
         small.world, small.samples_per_s, large,
         profile=profile, bytes_per_s=60e6, fixed_s=0.0, dwell_s=dwell_s,
     )  # fmt: skip
-    assert (change.decision, change.move_s, change.move_bytes) == (wanted, 10.0, 1200 * MB)
+    assert (change.decision, change.move_s) == (wanted, 10.0)
     assert f"{100 * change.gain:+.1f}%" in change.reason
 
 

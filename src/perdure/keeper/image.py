@@ -46,8 +46,8 @@ class ImageProcess:
     """The packages that it is to import."""
     tries: int
     deadline_s: float
-    modules: int = 0
-    """The number of modules that it has, once it is ready."""
+    modules: frozenset[str] = frozenset()
+    """Names of the modules that it has, once it is ready."""
     importing: str = ""
 
 
@@ -114,11 +114,11 @@ class Warmth:
         image.lines.send(Preload(names))
 
     def refresh(self, names: tuple[str, ...]) -> None:
-        """Make an image that also imports `names`, unless the current one did."""
+        """Make an image that also imports `names`, unless the current one has or tried to."""
         if not self.can_refresh or self.current is None or not names:
             return
         wanted = {n for n in names if n.partition(".")[0] not in self.denied}
-        if not wanted <= set(self.current.names):
+        if not wanted <= self.current.modules.union(self.current.names):
             self.start(names)
 
     def restart(self, env: Mapping[str, str], names: tuple[str, ...]) -> None:
@@ -165,7 +165,7 @@ class Warmth:
             if self.current is not None:
                 self._drop(self.current)
             self.current, self.coming = self.coming, None
-            modules = f"{self.current.modules} modules"
+            modules = f"{len(self.current.modules)} modules"
             left_out = f"; left out: {'; '.join(self.denied.values())}" if self.denied else ""
             self._log(f"image {self.current.pid} is ready with {modules}{left_out}")
         if self.coming is not None and not self.coming.modules and now > self.coming.deadline_s:

@@ -57,6 +57,7 @@ OWN = (
     "perdure.worker.run",
     "perdure.worker.checkpoint",
     "perdure.worker.native.preload",
+    "perdure.worker.torchft",
 )
 """perdure's parts inside a rank."""
 
@@ -119,7 +120,8 @@ class Importing(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The image may be used."""
 
-    modules: int
+    modules: frozenset[str]
+    """Names of what it has imported."""
 
 
 class Unfit(msgspec.Struct, frozen=True, tag=True):
@@ -216,12 +218,15 @@ class Image:
                 reason = self._import(name)
                 if reason and name in BASE:
                     return Unfit(reason)
+            gc.collect()
+            gc.freeze()  # Later collections pass over what is there by now.
             gc.enable()
             reason = find_obstacle()
             if reason:
                 return Unfit(reason)
             self._log.note_first()
-            blamed = self._preload(names)
+            missing = [name for name in names if name not in sys.modules]
+            blamed = self._preload(missing) if missing else {}
         if blamed:
             return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
         reason = prove_fork()
@@ -231,7 +236,7 @@ class Image:
         locate_job("", "")
         list_installed_folders()
         self._store = ModuleStore(self._log)
-        ready = Ready(len(sys.modules))
+        ready = Ready(frozenset(sys.modules))
         self._store.stow(KEPT)
         importlib.invalidate_caches()
         sys.path_importer_cache.clear()

@@ -3,6 +3,7 @@
 And what a keeper cannot do at all.
 """
 
+import math
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import pytest
 from tests.waiting import PATIENCE_S
 
 from perdure.files.private import locate_job
+from perdure.keeper.image import ImageProcess, Warmth
 from perdure.keeper.json_lines import LineSocket
 from perdure.model.bus.wire import (
     FromKeeper,
@@ -180,3 +182,21 @@ def test_ranks_for_which_there_is_no_process_are_started_once_there_is_one(
         for pid in (group / "cgroup.procs").read_text().split():
             (PIDS / "cgroup.procs").write_text(pid)
         group.rmdir()
+
+
+def test_an_image_is_made_only_for_modules_that_the_current_one_lacks() -> None:
+    ours, theirs = socket.socketpair()
+    images = Warmth("j", 0, {}, watch=lambda _: None, unwatch=lambda _: None, log=print)
+    images.current = ImageProcess(
+        0, LineSocket(ours), ("tried",), 1, math.inf, modules=frozenset({"torch"})
+    )
+    with ours, theirs:
+        theirs.setblocking(False)
+        images.refresh(("torch", "tried"))
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+        images.refresh(("torch", "tried", "wave"))
+        line, files, _, _ = socket.recv_fds(theirs, 100, 1)
+        assert "ForkImage" in line.decode()
+        os.close(files[0])
+        images.close()

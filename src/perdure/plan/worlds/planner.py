@@ -327,8 +327,6 @@ class Change(msgspec.Struct, frozen=True):
     gain: float
     """More samples over the dwell time, as a fraction; negative where the change costs."""
     move_s: float
-    move_bytes: int
-    """Over all devices."""
     reason: str
 
 
@@ -373,12 +371,10 @@ def decide_change(
     `dwell_s` is the expected time until then; while state moves nothing is trained. A world that
     cannot go on (`old_samples_per_s` 0) is left at any price.
     """
-    missing = compute_missing_bytes(old, best.world, profile)
-    move_s = compute_move_s(missing, bytes_per_s, fixed_s)
-    size = sum(missing.values())
+    move_s = compute_move_s(compute_missing_bytes(old, best.world, profile), bytes_per_s, fixed_s)
     if old_samples_per_s <= 0.0:
         why = f"the {old.shape} world cannot go on"
-        return Change("change", float("inf"), move_s, size, why)
+        return Change("change", float("inf"), move_s, why)
     kept_s = max(0.0, dwell_s - move_s)
     gain = best.samples_per_s * kept_s / (old_samples_per_s * dwell_s) - 1.0
     words = (
@@ -386,4 +382,4 @@ def decide_change(
         f"{old_samples_per_s:.1f}; moving takes {move_s:.1f} s of the {dwell_s:.0f} s expected"
     )
     decision: Literal["stay", "change"] = "change" if gain > MARGIN else "stay"
-    return Change(decision, gain, move_s, size, f"{words}: {100.0 * gain:+.1f}%")
+    return Change(decision, gain, move_s, f"{words}: {100.0 * gain:+.1f}%")
