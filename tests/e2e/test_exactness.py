@@ -77,7 +77,7 @@ LONG = pytest.mark.long
     [
         ("all", "proved", "is the same to the last bit as before the resume at step 20"),
         pytest.param("not seen", "not", "the loss of step 20 was ", marks=LONG),
-        ("attribute", "proved", "is the same to the last bit as before the resume at step 20"),
+        pytest.param("attribute", "proved", "is the same to the last bit as before", marks=LONG),
         pytest.param("made late", "not", "what no checkpoint has: model.factor", marks=LONG),
         ("not registered", "not", "the script changes what no checkpoint has: factor"),
         pytest.param("never taken", "not", "and not registered: other", marks=LONG),

@@ -25,7 +25,7 @@ from tests.e2e.own_kills import (
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 KILLS = 5
-SHORT = ("torch", "trainer", "dcp")
+SHORT = ("torch", "trainer")
 """A file, a folder, and shards; each format, cut at every place: tests/unit/test_own.py."""
 
 
@@ -138,7 +138,7 @@ def test_verify_of_a_job_without_any(start: Start, tmp_path: Path) -> None:
     assert "hint: checkpoint.own" in told.stderr
 
 
-@pytest.mark.parametrize("form", ["trainer", "deepspeed"])
+@pytest.mark.parametrize("form", [pytest.param("trainer", marks=pytest.mark.long), "deepspeed"])
 def test_a_machine_without_a_checkpoint_fetches_the_newest_copy(
     start: Start, tmp_path: Path, form: str
 ) -> None:

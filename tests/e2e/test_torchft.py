@@ -196,7 +196,8 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     training.job.wait()
 
 
-@pytest.mark.parametrize("declared", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("declared", [False, True])
 def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once(
     start: Start, tmp_path: Path, declared: bool
 ) -> None:
