@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from perdure.detect.lateness import LatenessWatch
-from perdure.detect.persistence import Baseline, Persistence, is_duration
+from perdure.detect.persistence import IMPACT, Baseline, Persistence, is_duration
 from perdure.detect.shifts import Passed
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress, RankProgress
 
 PENDING = 32
@@ -29,6 +28,10 @@ PACE_ROWS = 9
 """Rows over which the time a collective is taken: several collectives make a step."""
 UNDECLARED = 2
 """Where nothing is known of steps, one is taken for so many collectives."""
+COMM_SLOW_RATIO = 1.3
+"""A communicator is slow from this multiple of its learned pure communication time."""
+COMM_SLOW_FLOOR_S = 0.002
+"""Seconds of extra time a collective below which communication is never slow."""
 ACCOUNTED = 0.5
 PACE_RATIO = 1.02
 """Slow communication that makes nothing slower is hidden behind work, and nobody's concern."""
@@ -77,11 +80,9 @@ class Comm:
 class CollectiveWatch:
     """Watches how long the collectives of a generation's communicators take."""
 
-    def __init__(self, config: DetectConfig, passed: Passed, world_size: int) -> None:
+    def __init__(self, passed: Passed, world_size: int) -> None:
         """Begin a generation; `passed` is slowness of ranks that ended by itself."""
         self._world_size = world_size
-        self.config = config
-        """What is judged by; it may change while a job runs."""
         self._comms: dict[tuple[str, int, int, int], Comm] = {}
         self._sorted: list[Comm] = []
         self._of: dict[int, list[tuple[str, Comm]]] = {}
@@ -223,7 +224,6 @@ class CollectiveWatch:
                 del comm.baselines[next(iter(comm.baselines))]
             base = comm.baselines[(row.op, row.bytes)] = Baseline()
         each_s = self._follow_pace(now, comm, seq, row)
-        tolerance = self.config.comm_slow_ratio
         comm.judged_s = now
         slow = False
         if base.known:
@@ -232,16 +232,16 @@ class CollectiveWatch:
             paces = [p for p in (comm.compute_pace(), pace) if p]
             lost = 1.0 - 1.0 / max(paces) if paces and max(paces) > 1.0 else 0.0
             # What a collective takes longer must account for what training loses.
-            share = max(self.config.slow_impact, ACCOUNTED * lost)
-            heavy = extra_s >= self.config.comm_slow_floor_s and (
-                not each_s or extra_s >= share * each_s
-            )
+            share = max(IMPACT, ACCOUNTED * lost)
+            heavy = extra_s >= COMM_SLOW_FLOOR_S and (not each_s or extra_s >= share * each_s)
             slower = not paces or max(paces) >= PACE_RATIO
-            slow = excess >= tolerance - 1.0 and heavy and slower
+            slow = excess >= COMM_SLOW_RATIO - 1.0 and heavy and slower
             if slow and comm.slow is None:
-                scale_s, every_s = self.config.slow_confirm_s, max(self.step_s, comm.pace.value)
-                comm.slow = Persistence(now, scale_s, tolerance - 1.0, every_s)
-            if comm.slow is not None and (slow or excess < (tolerance - 1.0) / 2 or not slower):
+                every_s = max(self.step_s, comm.pace.value)
+                comm.slow = Persistence(now, COMM_SLOW_RATIO - 1.0, every_s)
+            if comm.slow is not None and (
+                slow or excess < (COMM_SLOW_RATIO - 1.0) / 2 or not slower
+            ):
                 comm.slow.add(now, excess if slow else 0.0)
             if slow:
                 comm.worst_s, comm.worst_extra_s = least_s, extra_s
@@ -253,7 +253,7 @@ class CollectiveWatch:
                     "min_dur_ms": round(least_s * 1e3, 3),
                     "usual_ms": round(base.value * 1e3, 3),
                 }
-        base.add(now, least_s, tolerance)
+        base.add(now, least_s, COMM_SLOW_RATIO)
         if self.by_lateness:
             self._follow_lateness(now, comm, seq, row, slow=slow)
 
@@ -277,7 +277,7 @@ class CollectiveWatch:
         alike = comm.size < self._world_size or self.senders.isdisjoint(comm.ranks)
         arrived = (seq, row.end_s, row.starts, row.durations)
         step_s = self.step_s or UNDECLARED * comm.pace.value
-        self.lateness.take(now, key, arrived, self.config, alike=alike, step_s=step_s)
+        self.lateness.take(now, key, arrived, alike=alike, step_s=step_s)
 
 
 def group_peers(

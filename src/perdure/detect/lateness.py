@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from perdure.detect.persistence import compute_interval
 from perdure.detect.shifts import Excursion, Passed, PeerShifts
 from perdure.detect.stages import GAINED_KEPT, make_slowness
-from perdure.model.job import DetectConfig
 from perdure.model.verdicts import Slowness
 
 WHOLE = 0.9
@@ -64,7 +63,6 @@ class LatenessWatch:
         now: float,
         key: tuple[str, int],
         arrived: tuple[int, float, Mapping[int, float], Mapping[int, float]],
-        config: DetectConfig,
         *,
         alike: bool,
         step_s: float,
@@ -105,7 +103,7 @@ class LatenessWatch:
         self._begin(comm, seq, end_s)
         comm.step_s = whole_s
         ordered = sorted(own.values())
-        if comm.shifts.take(now, whole_s, own, ordered, config):
+        if comm.shifts.take(now, whole_s, own, ordered):
             suspects = {
                 rank: excursion
                 for rank in own

@@ -15,7 +15,6 @@ from itertools import islice
 import msgspec
 
 from perdure.detect.persistence import Baseline, Persistence
-from perdure.model.job import DetectConfig
 from perdure.model.signals.links import LinkSample, LinkSweep
 
 FRESH_S = 2.5
@@ -37,6 +36,16 @@ ONE_WAY = 0.6
 """An end that was heard of so much more recently than it hears is heard, and deaf."""
 ANSWER_S = 0.3
 """What was sent again is in vain without an answer for so long."""
+SLOW_RATIO = 3.0
+"""A link is suspected from this multiple of the other links' busy time per byte."""
+FUSED_RATIO = 1.4
+"""The same if collectives that use it are slow as well."""
+SLOW_FLOOR = 1.0
+"""Extra busy ms per 10^6 bytes below which no link is slow."""
+LOSS_SHARE = 0.005
+"""A link is suspected from this share of segments sent again."""
+STUCK_S = 0.5
+"""Seconds without an acknowledgement after which a link with data to send is stuck."""
 NCCL_FLOOR = 0.05
 """Of the floor of sockets: what NCCL sends past the kernel is faster by as much."""
 LOSS_EXCESS = 2.0
@@ -112,10 +121,8 @@ class Place(msgspec.Struct, frozen=True):
 class LinkWatch:
     """Judges all links of one generation by the kernel's counters of them."""
 
-    def __init__(self, config: DetectConfig, node_of: Callable[[int], int]) -> None:
+    def __init__(self, node_of: Callable[[int], int]) -> None:
         """Begin a generation."""
-        self.config = config
-        """What is judged by; it may change while a job runs."""
         self._node_of = node_of
         self.links: dict[tuple[int, int], Link] = {}
         self.step_s = 0.0
@@ -156,11 +163,10 @@ class LinkWatch:
         cell = link.cell = busy_s * 1e9 / acked
         gap_s = now - link.moved_s
         link.moved_s = now
-        config = self.config
         calm = cell <= self._floor_of(link) or cell <= CALM * link.base.value
         excess = 0.0 if calm and link.newest.retrans < LOST_MIN else self._compute_excess(link)
         if link.slow is None and excess > 0.0:
-            link.slow = Persistence(now, config.slow_confirm_s, 0.1)
+            link.slow = Persistence(now, 0.1)
         if link.slow is not None:
             link.slow.add(now, excess)
             self._follow_cost(link, busy_s - link.base.value * acked / 1e9, gap_s)
@@ -168,7 +174,7 @@ class LinkWatch:
                 link.slow = None
         if now - link.learned_s >= 0.9 or not link.base.known:
             link.learned_s = now
-            link.base.add(now, max(cell, 1e-3), config.link_slow_ratio / 2)
+            link.base.add(now, max(cell, 1e-3), SLOW_RATIO / 2)
 
     @property
     def kept_s(self) -> float:
@@ -201,22 +207,21 @@ class LinkWatch:
 
     def _floor_of(self, link: Link) -> float:
         by_nccl = link.newest.source == "nccl"
-        return self.config.link_floor_ms_per_mb * (NCCL_FLOOR if by_nccl else 1.0)
+        return SLOW_FLOOR * (NCCL_FLOOR if by_nccl else 1.0)
 
     def _compute_excess(self, link: Link) -> float:
         """Return the excess of a link's busy time or loss over what is usual; 0 within it."""
-        config = self.config
         cells = self._usual.get(link.kind, [])
         others = cells[(len(cells) - 1) // 2] if len(cells) > 1 else 0.0
         usual = max(others, link.base.value)
         if usual > 0.0:
             ratio = link.cell / usual
             extra = link.cell - usual
-            if ratio >= config.link_fused_ratio and extra >= self._floor_of(link):
+            if ratio >= FUSED_RATIO and extra >= self._floor_of(link):
                 return ratio - 1.0
         lost = link.newest.retrans * SEGMENT / link.newest.bytes_acked
-        if lost >= config.link_loss_ratio and link.newest.retrans >= LOST_MIN:
-            return LOSS_EXCESS * lost / config.link_loss_ratio
+        if lost >= LOSS_SHARE and link.newest.retrans >= LOST_MIN:
+            return LOSS_EXCESS * lost / LOSS_SHARE
         return 0.0
 
     def is_unread(self, link: Link) -> bool:
@@ -231,7 +236,7 @@ class LinkWatch:
 
         `fused`: there is other evidence that communication is slow, so that less is enough.
         """
-        least = self.config.link_fused_ratio if fused else self.config.link_slow_ratio
+        least = FUSED_RATIO if fused else SLOW_RATIO
         slow = [
             link
             for link in self.links.values()
@@ -253,7 +258,7 @@ class LinkWatch:
         link = self.links.get(ends)
         if link is None or link.slow is None or not link.base.known:
             return False
-        if link.slow.lasting(now, FRESH_S) < self.config.link_slow_ratio - 1.0:
+        if link.slow.lasting(now, FRESH_S) < SLOW_RATIO - 1.0:
             return False
         extra = MINOR * (link.cell - link.base.value)
         others = [
@@ -271,7 +276,7 @@ class LinkWatch:
             for link in self.links.values()
             if now - link.seen_s <= FRESH_S
             and link.newest.backoff > 0
-            and link.newest.last_ack_s >= self.config.link_stuck_s
+            and link.newest.last_ack_s >= STUCK_S
             and not self.is_unread(link)
         ]
 

@@ -1,7 +1,7 @@
 """How long an excess must last before it is believed: the larger, the shorter.
 
 A sum of n noisy samples can tell an excess e from noise once n e^2 is large enough, so the time
-to confirm is `scale_s / e^2`. It is counted in seconds, not in collectives or steps, so that a
+to confirm is `CONFIRM_S / e^2`. It is counted in seconds, not in collectives or steps, so that a
 x29 slowdown (which makes every step long) is not the last to be found. A quantile is taken, not
 a mean: one long step (a garbage collection, an evaluation) is no slowness, however long.
 Where samples are rarer than one a second, because steps are long, all times are longer by that.
@@ -38,6 +38,12 @@ SIGMAS, SURE_SIGMAS = 1.96, 3.3
 """Of the interval of a median; and of one whose lower end is acted upon."""
 DURATION_MAX_S = 30 * 86400.0
 """No step and no collective is longer, whatever a rank tells."""
+IMPACT = 0.03
+"""What costs less than this share of the time is not slow."""
+CONFIRM_S = 0.4
+"""Seconds after which a slowdown of ratio 2 is confirmed; divided by (ratio - 1)^2 for others."""
+CLEAR_S = 5.0
+"""Seconds without a slowdown after which its verdict is withdrawn."""
 WIDEST = 0.99
 """Likeness of neighbouring samples above which no interval is made wider."""
 
@@ -45,9 +51,9 @@ WIDEST = 0.99
 class Persistence:
     """The recent excesses (0.5 is half as much again) of one suspect, from its first on."""
 
-    __slots__ = ("_samples", "_spacing_s", "began_s", "least", "scale_s", "seen_s", "unit")
+    __slots__ = ("_samples", "_spacing_s", "began_s", "least", "seen_s", "unit")
 
-    def __init__(self, now: float, scale_s: float, least: float, every_s: float = 0.0) -> None:
+    def __init__(self, now: float, least: float, every_s: float = 0.0) -> None:
         """Begin at the first excess; nothing below `least` is ever confirmed.
 
         A sample is expected every `every_s`.
@@ -55,7 +61,6 @@ class Persistence:
         self.unit = max(1.0, every_s)
         """The factor by which all times are longer."""
         self.began_s = self.seen_s = now
-        self.scale_s = scale_s
         self.least = least
         self._samples: deque[tuple[float, float]] = deque()
         self._spacing_s = every_s
@@ -97,7 +102,7 @@ class Persistence:
                 continue
             odd = len(recent) * QUANTILES[window_s] if len(recent) >= MANY else 0
             low = recent[int(odd)]
-            wanted = max((self.scale_s / window_s) ** 0.5, self.least)
+            wanted = max((CONFIRM_S / window_s) ** 0.5, self.least)
             if window_s <= WINDOWS_S[0] and hurry == 1.0:
                 wanted = max(wanted, SHORTEST_EXCESS)
             if low >= wanted and seen[-1][1] >= wanted / 2:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import NormalDist
 
-from perdure.model.job import DetectConfig
+from perdure.detect.persistence import CLEAR_S, CONFIRM_S, IMPACT
 
 BLOCK_STEPS, BLOCK_S = 5, 1.0
 """A block is at least so many steps, and so many seconds of them."""
@@ -59,6 +59,10 @@ LEAST_SPREAD = 0.005
 """No steps are more alike than this (standard deviation of the logarithm)."""
 DEPENDENT = 2.0
 """Steps of a block resemble one another: its variance is so many times as large."""
+STRAGGLER_EXCESS = 0.15
+"""A rank is a straggler from this share more own work a step than usual, peers considered."""
+STRAGGLER_FLOOR_S = 0.003
+"""Seconds of extra work a step below which no rank is a straggler."""
 ODD, DRIFT, CLIPPED, HEIGHT = 1.0, 0.5, 4.0, 12.0
 """In standard deviations: the block with which an excursion begins; what the cumulative sum loses
 with each block, what a block adds at most, and how high it gets."""
@@ -128,8 +132,6 @@ class Excursion:
     """One rank that is slower than usual, for as long as that lasts."""
 
     blocks: list[Block]
-    least: float
-    """The smallest excess (0.5 is half as much again) that matters."""
     usual: float = 0.0
     """Logarithm of the usual share."""
     excess: float = 0.0
@@ -156,7 +158,8 @@ class Excursion:
     @property
     def began_s(self) -> float:
         """When it set in, in job time: where its blocks turn odd for good."""
-        half, score, best = self.usual + max(self.mean_shift, math.log1p(self.least)) / 2, 0, 0
+        half = self.usual + max(self.mean_shift, math.log1p(STRAGGLER_EXCESS)) / 2
+        score = best = 0
         onset_s = self.blocks[-1].began_s
         for block in reversed(self.blocks):
             score += 1 if block.share > half else -1
@@ -322,7 +325,6 @@ class PeerShifts:
         seconds: float,
         own: Mapping[int, float],
         ordered: Sequence[float],
-        config: DetectConfig,
         taken: Mapping[int, float] | None = None,
     ) -> bool:
         """Take the own seconds of one step; return whether a block has ended with it.
@@ -345,11 +347,11 @@ class PeerShifts:
         self._steps.append(seconds)
         num = len(self._steps)
         if num >= BLOCK_STEPS and sum(self._steps) >= BLOCK_S:
-            self._close(now, config)
+            self._close(now)
             self._steps = []
             return True
         for mine in self._notable if num >= PART_STEPS else ():
-            self._test_part(mine, len(own), config)
+            self._test_part(mine, len(own))
         return False
 
     def forget(self, rank: int) -> None:
@@ -357,13 +359,13 @@ class PeerShifts:
         self._ranks.pop(rank, None)
         self._notable = [m for m in self._ranks.values() if m.excursion and m.excursion.notable]
 
-    def _test_part(self, mine: _Rank, num: int, config: DetectConfig) -> None:
+    def _test_part(self, mine: _Rank, num: int) -> None:
         """Look at the steps since the last block as well: a few may settle it."""
         excursion = mine.excursion
         if excursion is None or excursion.excess or len(mine.shares) < PART_STEPS:
             return
         excursion.blocks.append(self._make_block(mine, sorted(mine.shares)))
-        self._test(mine, excursion, num, config)
+        self._test(mine, excursion, num)
         excursion.blocks.pop()
 
     def _make_block(self, mine: _Rank, shares: Sequence[float]) -> Block:
@@ -375,7 +377,7 @@ class PeerShifts:
         step_s = seconds / len(self._steps)
         return Block(self._began_s, seconds, step_s, share, math.log(own_s), taken)
 
-    def _close(self, now: float, config: DetectConfig) -> None:
+    def _close(self, now: float) -> None:
         blocks: dict[int, Block] = {}
         for rank, mine in self._ranks.items():
             shares = sorted(mine.shares)
@@ -392,7 +394,7 @@ class PeerShifts:
         if len(blocks) >= CROWD:
             self._compare({rank: block.share for rank, block in blocks.items()})
         for rank, block in blocks.items():
-            self._follow(now, self._ranks[rank], block, config)
+            self._follow(now, self._ranks[rank], block)
         under_way = [m.excursion for m in self._ranks.values() if m.excursion]
         if len(self._ranks) <= MIRRORED and any(e.excess for e in under_way):
             for excursion in under_way:
@@ -401,7 +403,7 @@ class PeerShifts:
         for rank in blocks:
             mine = self._ranks[rank]
             if mine.excursion is not None and mine.excursion.slower:
-                self._test(mine, mine.excursion, len(blocks), config)
+                self._test(mine, mine.excursion, len(blocks))
         self._notable = [m for m in self._ranks.values() if m.excursion and m.excursion.notable]
 
     def _compare(self, shares: dict[int, float]) -> None:
@@ -491,7 +493,7 @@ class PeerShifts:
         part = min(num / 2**index - 1.0, 1.0)
         return variance + part * (following - variance), freedom
 
-    def _follow(self, now: float, mine: _Rank, block: Block, config: DetectConfig) -> None:
+    def _follow(self, now: float, mine: _Rank, block: Block) -> None:
         if not self._alike and mine.known < ALONE_BLOCKS:
             self._learn(mine, block)
             return
@@ -514,12 +516,11 @@ class PeerShifts:
             if abs(deviation) <= ODD:
                 self._learn(mine, block)
                 return
-            least = config.straggler_ratio - 1.0
-            mine.excursion = Excursion([], least, usual, slower=deviation > 0.0)
+            mine.excursion = Excursion([], usual, slower=deviation > 0.0)
             mine.sum = min(abs(deviation), CLIPPED) - DRIFT
         excursion = mine.excursion
         excursion.blocks.append(block)
-        if self._is_over(excursion, unknown, config.slow_clear_s):
+        if self._is_over(excursion, unknown, CLEAR_S):
             self._end(now, mine, excursion)
         elif len(excursion.blocks) > PENDING_MAX and excursion.is_remarkable:
             excursion.join_oldest()
@@ -606,7 +607,7 @@ class PeerShifts:
 
     # --- the test -----------------------------------------------------------------------------
 
-    def _test(self, mine: _Rank, excursion: Excursion, num: int, config: DetectConfig) -> None:
+    def _test(self, mine: _Rank, excursion: Excursion, num: int) -> None:
         """Confirm an excursion, or not, by any of the windows that end now."""
         newest = excursion.blocks[-1]
         now = newest.began_s + newest.seconds
@@ -618,7 +619,7 @@ class PeerShifts:
             deviation, alarms = self._estimate_alarms(mine, window, num)
             if deviation >= NOTABLE:
                 excursion.notable[0 if whole else window.num] = (window.shift, window.seconds)
-            if not self._is_much(mine, window, num, config):
+            if not self._is_much(mine, window, num):
                 continue
             probability = TRUE_AN_HOUR / (TRUE_AN_HOUR + alarms)
             if alarms <= FALSE_AN_HOUR:
@@ -662,20 +663,20 @@ class PeerShifts:
             alarms = min(alarms, by_design + noise * looks)
         return deviation, alarms
 
-    def _is_much(self, mine: _Rank, window: "_Window", num: int, config: DetectConfig) -> bool:
+    def _is_much(self, mine: _Rank, window: "_Window", num: int) -> bool:
         """Return whether it costs the job something, and lasts for longer than a burst."""
         # Two cannot outvote each other: who takes no longer than before is not slow.
         alone = mine.known > 0.0 and (not self._alike or num == 2)
         if alone and window.own - mine.own < window.shift / 2:
             return False
         extra_s = math.exp(window.own) * -math.expm1(-window.shift)
-        if extra_s < max(config.straggler_floor_s, config.slow_impact * window.step_s):
+        if extra_s < max(STRAGGLER_FLOOR_S, IMPACT * window.step_s):
             return False
         excess = math.expm1(window.shift)
         large = excess >= SHORTEST_EXCESS
         if window.num == 1 and not large:
             return False
-        least_s = max(config.slow_confirm_s / excess**2, SHORTEST_S[0 if large else 1])
+        least_s = max(CONFIRM_S / excess**2, SHORTEST_S[0 if large else 1])
         return window.seconds >= least_s * max(1.0, window.step_s)
 
 
@@ -707,7 +708,7 @@ def _list_windows(excursion: Excursion, *, alike: bool) -> Iterator[_Window]:
         # Whoever does no more than its peers holds nobody up, whatever it did before.
         shift = min(mean - excursion.usual, taken / num) if alike else mean - excursion.usual
         steady = shares[(num - 1) // STEADY] - excursion.usual >= shift / 2
-        if shift >= math.log1p(excursion.least) and steady:
+        if shift >= math.log1p(STRAGGLER_EXCESS) and steady:
             yield _Window(num, seconds, shift, own / num, block.step_s)
 
 

@@ -2,7 +2,7 @@
 
 Communication is judged first, because lateness grows under it as well. What the links show says
 where; what the collectives show says that it matters; either alone takes longer. A verdict is
-withdrawn when nothing unusual was seen for `slow_clear_s`, and may be acted upon once it lasted
+withdrawn when nothing unusual was seen for `CLEAR_S`, and may be acted upon once it lasted
 `slow_action_s` and `ACTED_STEPS`, or longer where slowness of this job has ended by itself: work
 that moves about (an expert in demand, long sequences) makes one rank slow after another, and no
 node is to blame.
@@ -17,8 +17,8 @@ import msgspec
 from perdure.detect.collectives import CollectiveWatch, Comm, group_peers
 from perdure.detect.hosts import STARVED, HostWatch, Neighbours
 from perdure.detect.links import Link, LinkWatch, Place
-from perdure.detect.persistence import Persistence
-from perdure.detect.shifts import Passed
+from perdure.detect.persistence import CLEAR_S, IMPACT, Persistence
+from perdure.detect.shifts import STRAGGLER_EXCESS, Passed
 from perdure.detect.stages import StageWatch, make_slowness
 from perdure.detect.timed import DEVICE, keep_timed
 from perdure.detect.watch import RankWatch
@@ -71,15 +71,14 @@ class SlowWatch:
         the verdicts are known that it withdrew, as far as a new detector hears of them
         (`control/memory.py`); what was never told is not.
         """
-        config = spec.detect
         self._spec, self._generation = spec, generation
         self._homes: dict[int, int] = {}
         """Rank -> the node that runs it, a spare one perhaps."""
         self._housed: dict[int, list[int]] = {}
         passed = None if before is None else before.stages.passed
-        self.stages: StageWatch = StageWatch(config, self._home_of, passed)
-        self.collectives = CollectiveWatch(config, self.stages.passed, spec.world_size)
-        self.links = LinkWatch(config, self._node_of)
+        self.stages: StageWatch = StageWatch(self._home_of, passed)
+        self.collectives = CollectiveWatch(self.stages.passed, spec.world_size)
+        self.links = LinkWatch(self._node_of)
         self._neighbours = Neighbours()
         self._hosts = HostWatch()
         self._excused: dict[int, float] = {}
@@ -103,8 +102,6 @@ class SlowWatch:
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on."""
         self._spec = msgspec.structs.replace(self._spec, detect=config)
-        for part in (self.stages, self.collectives, self.links):
-            part.config = config
 
     def take(self, now: float, beat: NodeBeat) -> None:
         """Take what a heartbeat says of collectives, steps and links."""
@@ -262,12 +259,10 @@ class SlowWatch:
     def _withdraw(self, now: float) -> list[VerdictWithdrawn]:
         out = []
         for key, verdict in list(self._open.items()):
-            if now - verdict.confirmed_s < self._spec.detect.slow_clear_s or self._lasts(
-                now, verdict
-            ):
+            if now - verdict.confirmed_s < CLEAR_S or self._lasts(now, verdict):
                 continue
             del self._open[key]
-            reason = f"nothing unusual for {self._spec.detect.slow_clear_s:g} s"
+            reason = f"nothing unusual for {CLEAR_S:g} s"
             if verdict.kind == "Straggler" and not self._compares(verdict.culprit):
                 reason = f"{EXPLAINED}: ranks are compared anew"
             out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
@@ -279,13 +274,12 @@ class SlowWatch:
         return any(watch.compares(rank) for rank in self._list_culprits(culprit))
 
     def _lasts(self, now: float, verdict: Verdict) -> bool:
-        clear_s = self._spec.detect.slow_clear_s
         if verdict.kind == "HostBusy":
             nodes = self._list_verdict_nodes(verdict)
-            return any(self._hosts.explains(now, node, now - clear_s) for node in nodes)
+            return any(self._hosts.explains(now, node, now - CLEAR_S) for node in nodes)
 
         def on(watch: Persistence | None) -> bool:
-            return watch is not None and not watch.is_over(now, clear_s)
+            return watch is not None and not watch.is_over(now, CLEAR_S)
 
         if verdict.kind == "CommSlow":
             comms = [comm for comm in self.collectives.comms() if on(comm.slow)]
@@ -464,7 +458,7 @@ class SlowWatch:
         mates = {mate for node in busy for mate in self._hosts.list_nodes_beside(node)}
         if link is not None and self.links.stands_out(now, link, mates):
             self._alone[link] = now
-        if link is not None and now - self._alone.get(link, -1e9) <= self._spec.detect.slow_clear_s:
+        if link is not None and now - self._alone.get(link, -1e9) <= CLEAR_S:
             return False
         ranks = [verdict.culprit.rank] if verdict.culprit.rank is not None else []
         ranks = ranks or [rank for node in busy for rank in self._list_housed_ranks(node)]
@@ -481,12 +475,12 @@ class SlowWatch:
         way round: what was taken back is told again only once the host has not explained it for
         that long.
         """
-        key, clear_s = (verdict.kind, str(verdict.culprit)), self._spec.detect.slow_clear_s
+        key = (verdict.kind, str(verdict.culprit))
         if key in self._hosted and self._is_hosts(now, verdict, 0.5 * RECENT_S):
             self._hosted[key] = now
-        if now - self._hosted.get(key, -math.inf) <= clear_s:
+        if now - self._hosted.get(key, -math.inf) <= CLEAR_S:
             return True
-        return self._is_hosts(now, verdict, clear_s)
+        return self._is_hosts(now, verdict, CLEAR_S)
 
     def _note_excused(self, now: float, busy: set[int]) -> None:
         """Put what is slow on these nodes down to their hosts: it says nothing of the work."""
@@ -510,22 +504,20 @@ class SlowWatch:
 
     def _excuse(self, now: float, nodes: set[int]) -> None:
         """Put what waits for a CPU down to those of its machines that others' work fills."""
-        self._note_excused(
-            now, self._list_busy_nodes(now, nodes, now - self._spec.detect.slow_clear_s)
-        )
+        self._note_excused(now, self._list_busy_nodes(now, nodes, now - CLEAR_S))
 
     def _judge_hosts(self, now: float) -> list[VerdictReached | VerdictWithdrawn]:
         """Say which hosts make the job slow by others' work, and take back what that explains.
 
         Where they are all busy, nobody is to blame.
         """
-        recent_s, confirmed = self._spec.detect.slow_clear_s, self._hosts.list_busy_nodes(now)
+        confirmed = self._hosts.list_busy_nodes(now)
         explained = {
             key: old
             for key, old in self._open.items()
             if confirmed and old.kind != "HostBusy" and self._is_hosts(now, old, 0.5 * RECENT_S)
         }
-        found = [n for n in confirmed if now - self._excused.get(n, -1e9) <= recent_s]
+        found = [n for n in confirmed if now - self._excused.get(n, -1e9) <= CLEAR_S]
         if not found:
             return []
         busy = {mate for node in confirmed for mate in self._hosts.list_nodes_beside(node)}
@@ -673,7 +665,7 @@ class SlowWatch:
         They know nothing yet of a collective that takes as long as a step.
         """
         exposed, step_s = self.stages.exposed, self.stages.step_s
-        if exposed is None or exposed >= self._spec.detect.slow_impact:
+        if exposed is None or exposed >= IMPACT:
             return False
         return all(c.worst_s < step_s / 2 for c in slow)
 
@@ -696,7 +688,7 @@ class SlowWatch:
     def _host_explains(self, now: float, comm: Comm) -> bool:
         suspects = self.stages.suspects
         return any(
-            r in suspects and suspects[r].recent(RECENT_S) > suspects[r].least for r in comm.ranks
+            r in suspects and suspects[r].recent(RECENT_S) > STRAGGLER_EXCESS for r in comm.ranks
         )
 
     # --- stragglers ---------------------------------------------------------------------------
@@ -766,7 +758,7 @@ class SlowWatch:
         suspects = self.stages.suspects
         return all(
             r in suspects
-            and suspects[r].recent(RECENT_S) >= max(0.7 * suspects[r].least, 0.5 * excess)
+            and suspects[r].recent(RECENT_S) >= max(0.7 * STRAGGLER_EXCESS, 0.5 * excess)
             for r in mates
         )
 

@@ -22,7 +22,6 @@ import msgspec
 from perdure.detect.persistence import Baseline, compute_interval, is_duration
 from perdure.detect.shifts import Excursion, Passed, PeerShifts
 from perdure.detect.work import Compared, DeclaredWork
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import WORK_MAX, StepStages
 from perdure.model.verdicts import Slowness
 
@@ -68,13 +67,10 @@ class StageWatch:
 
     def __init__(
         self,
-        config: DetectConfig,
         home: Callable[[int], int] = lambda rank: rank,
         passed: Passed | None = None,
     ) -> None:
         """Begin a generation; `home` is what is replaced with a rank: its node."""
-        self.config = config
-        """What is judged by; it may change while a job runs."""
         self._home = home
         self._rows: dict[int, dict[int, Row]] = {}
         self._since: dict[int, float] = {}
@@ -242,7 +238,7 @@ class StageWatch:
             elif len(group) > 1:
                 self._compare(key, Compared(now, seconds, group), row)
         everybody = sorted(own.values())
-        if alone and self._alone.take(now, seconds, alone, everybody, self.config):
+        if alone and self._alone.take(now, seconds, alone, everybody):
             self._note_suspects(row, alone, self._alone)
         if now - self._gained_s >= GAINED_EVERY_S:
             self._gained_s = now
@@ -256,7 +252,7 @@ class StageWatch:
             shifts = self._shifts[key] = PeerShifts(alike=True, passed=self.passed)
         for each in steps:
             ordered, taken = sorted(each.own.values()), each.taken
-            if shifts.take(each.at_s, each.seconds, each.own, ordered, self.config, taken):
+            if shifts.take(each.at_s, each.seconds, each.own, ordered, taken):
                 self._note_suspects(row, step.own, shifts)
 
     def _apply_work(self, key: int, step: Compared, row: dict[int, Row]) -> list[Compared]:

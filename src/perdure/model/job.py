@@ -47,34 +47,9 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     comm_action_s: Seconds | None = None
     """A hang of communication whose link or node is known is acted upon after this long; without a
     number after 10 s where the kernel's TCP or a probe says so, and else by certainty."""
-    straggler_ratio: Annotated[float, Meta(gt=1)] = 1.15
-    """A rank is a straggler from this much more own work a step than usual, peers considered."""
-    straggler_floor_s: Annotated[float, Meta(ge=0)] = 0.003
-    """Less extra work a step than this is never a straggler, however short the steps."""
-    comm_slow_ratio: Annotated[float, Meta(gt=1)] = 1.3
-    """A communicator is slow from this multiple of its learned pure communication time."""
-    comm_slow_floor_s: Annotated[float, Meta(ge=0)] = 0.002
-    """Less extra time a collective than this is never slow communication."""
-    slow_impact: Annotated[float, Meta(ge=0, le=1)] = 0.03
-    """What costs less than this share of the time is no slowness worth a verdict."""
-    slow_confirm_s: Seconds = 0.4
-    """A slowdown of ratio r is confirmed no sooner than after this over (r - 1)^2, and 1 to 2 s, or
-    as many steps where these are longer than a second; later where steps spread much."""
     slow_action_s: Seconds = 120.0
     """A slowdown that has lasted this long after its verdict may be acted upon, and 20 steps, and
     three times as long as the longest one of the last six hours that ended by itself."""
-    slow_clear_s: Seconds = 5.0
-    """A slowdown that has been gone for this long is withdrawn."""
-    link_slow_ratio: Annotated[float, Meta(gt=1)] = 3.0
-    """A link is suspected from this multiple of the other links' busy time per byte."""
-    link_fused_ratio: Annotated[float, Meta(gt=1)] = 1.4
-    """The same where collectives that use it are slow as well."""
-    link_floor_ms_per_mb: Annotated[float, Meta(ge=0)] = 1.0
-    """Less extra busy time per 10^6 bytes than this is never a slow link."""
-    link_loss_ratio: Annotated[float, Meta(gt=0)] = 0.005
-    """A link is suspected from this share of segments sent again."""
-    link_stuck_s: Seconds = 0.5
-    """A link with data to send is stuck after this long without an acknowledgement."""
     act_on_device_times: bool = False
     """Slowness that is told by a device's own clock (NCCL's profiler plugin) may be acted upon like
     any other. By default it is told only: nobody has compared it with a real slow GPU yet."""

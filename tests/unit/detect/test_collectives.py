@@ -2,7 +2,6 @@
 
 from perdure.detect.collectives import CollectiveWatch
 from perdure.detect.shifts import Passed
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress, RankAccount, RankProgress
 
 
@@ -14,7 +13,7 @@ def show(watch: CollectiveWatch, rank: int, *names: str) -> None:
 
 def test_what_no_rank_shows_any_more_is_forgotten() -> None:
     """An elastic world has a communicator of its own in each epoch."""
-    watch = CollectiveWatch(DetectConfig(), Passed(), world_size=2)
+    watch = CollectiveWatch(Passed(), world_size=2)
     for epoch in range(100):
         show(watch, 0, "fixed", f"epoch {epoch}")
         watch.look(1.0 * epoch, 0.0)
@@ -26,7 +25,7 @@ def test_what_no_rank_shows_any_more_is_forgotten() -> None:
 
 
 def test_a_rank_that_has_left_keeps_no_communicator() -> None:
-    watch = CollectiveWatch(DetectConfig(), Passed(), world_size=2)
+    watch = CollectiveWatch(Passed(), world_size=2)
     show(watch, 0, "both")
     show(watch, 1, "its own")
     watch.forget(1)

@@ -11,7 +11,6 @@ from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 from perdure.detect.lateness import LatenessWatch
 from perdure.detect.shifts import Passed
 from perdure.model.events import VerdictReached
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import NodeBeat
 
 FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)
@@ -82,24 +81,24 @@ def test_one_rank_that_shows_stages_does_not_hide_who_is_late() -> None:
 
 def test_a_time_that_cannot_be_accuses_nobody_for_good() -> None:
     """A rank of which one collective was stamped far ahead seemed to wait for nobody after it."""
-    watch, config = LatenessWatch(Passed()), DetectConfig()
+    watch = LatenessWatch(Passed())
     for seq in range(400):
         now = 1.0 * seq
         starts = {rank: now - (0.1 if seq % 4 == rank else 0.7) for rank in range(4)}
         durations = {rank: now - start_s for rank, start_s in starts.items()}
         if seq == 100:
             starts[2] = 1e9
-        watch.take(now, ("dp", 0), (seq, now, starts, durations), config, alike=True, step_s=1.0)
+        watch.take(now, ("dp", 0), (seq, now, starts, durations), alike=True, step_s=1.0)
     assert not [rank for rank, suspect in watch.suspects.items() if suspect.excess]
 
 
 def test_communicators_of_a_moment_do_not_pile_up() -> None:
     """Such as a group that a script makes for each evaluation, in which no step ends."""
-    watch, config = LatenessWatch(Passed()), DetectConfig()
+    watch = LatenessWatch(Passed())
     for num in range(200):
         now = 10.0 * num
         arrived = (0, now, {0: now - 0.1, 1: now - 0.1}, {0: 0.1, 1: 0.1})
-        watch.take(now, (f"group {num}", 0), arrived, config, alike=True, step_s=1.0)
+        watch.take(now, (f"group {num}", 0), arrived, alike=True, step_s=1.0)
         watch.look(now)
     assert len(watch._comms) < 10
 

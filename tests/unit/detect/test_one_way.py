@@ -3,12 +3,11 @@
 from msgspec.structs import replace
 
 from perdure.detect.links import LinkWatch
-from perdure.model.job import DetectConfig
 from perdure.model.signals.links import LinkSample, LinkSweep
 
 
 def look(now, *samples):
-    watch = LinkWatch(DetectConfig(), lambda rank: rank)
+    watch = LinkWatch(lambda rank: rank)
     for src, dst, backoff, last_ack_s, ago_s in samples:
         sample = LinkSample(src, dst, "0", 0, 1.0, 1e-3, 1, 1000, backoff, last_ack_s)
         watch.take(now - ago_s, LinkSweep(now - ago_s, 0.2, (sample,)))
@@ -40,7 +39,7 @@ def test_tries_that_are_told_of_late_were_no_later_than_they_were():
         sample = LinkSample(0, 1, "0", 0, 1.0, 1e-3, 1, 1000, backoff, at_s)
         watch.take(now, LinkSweep(at_s, 0.2, (sample,)))
 
-    watch = LinkWatch(DetectConfig(), lambda rank: rank)
+    watch = LinkWatch(lambda rank: rank)
     for at_s, backoff in ((2.8, 3), (3.2, 4), (6.0, 4), (6.4, 5), (9.0, 5)):
         say(watch, 9.1, at_s, backoff)
     assert watch.is_in_vain(9.5, 6.0)
@@ -56,7 +55,7 @@ def test_what_a_link_costs_is_counted_over_a_step():
     """Twice as busy for one second is a tenth of a step of ten, and no cause of a slow one."""
 
     def cost(step_s):
-        watch = LinkWatch(DetectConfig(), lambda rank: rank)
+        watch = LinkWatch(lambda rank: rank)
         watch.step_s = step_s
         for i in range(200):
             busy_s = 0.9 if i == 199 else 0.2
@@ -79,7 +78,7 @@ def test_a_link_that_another_counts_now_is_not_compared_with_what_it_was():
         samples = [replace(sample, source=source) for sample in samples]
         watch.take(now, LinkSweep(now, 1.0, tuple(samples)))
 
-    watch = LinkWatch(DetectConfig(), lambda rank: rank)
+    watch = LinkWatch(lambda rank: rank)
     for second in range(20):
         say(watch, float(second), "nccl", 0.04)
     for second in range(20, 40):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from perdure.detect.shifts import Passed, PeerShifts, compute_tail
-from perdure.model.job import DetectConfig
 
 SLOW = 1
 
@@ -18,7 +17,6 @@ class Peers:
     def __init__(self, num: int, draw: Callable[[int, int], float], step_s: float = 1.0) -> None:
         self.num, self.draw, self.step_s = num, draw, step_s
         self.shifts = PeerShifts(alike=True, passed=Passed())
-        self.config = DetectConfig()
         self.now, self.step = 0.0, 0
         self.found: dict[int, float] = {}
         """Rank -> when it was first confirmed."""
@@ -29,7 +27,7 @@ class Peers:
             own[SLOW] *= factor
             seconds = max(own.values()) + 0.1 * self.step_s
             self.now, self.step = self.now + seconds, self.step + 1
-            self.shifts.take(self.now, seconds, own, sorted(own.values()), self.config)
+            self.shifts.take(self.now, seconds, own, sorted(own.values()))
             for rank in own:
                 excursion = self.shifts.excursion(rank)
                 if excursion is not None and excursion.excess:

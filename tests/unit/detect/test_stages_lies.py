@@ -18,7 +18,6 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.failures import ExitRecord
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import RankAccount, StepStages
 from perdure.model.verdicts import Culprit, Verdict
 
@@ -29,7 +28,7 @@ class Steps:
     """Four ranks in lockstep, whose steps `change` may alter before they are told."""
 
     def __init__(self) -> None:
-        self.watch = StageWatch(DetectConfig())
+        self.watch = StageWatch()
         self.watch.set_peers([range(4)])
         self.now, self.step = 0.0, 0
 

@@ -5,7 +5,6 @@ import random
 import pytest
 
 from perdure.detect.stages import StageWatch
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import StepStages
 
 SLOW = 1
@@ -18,7 +17,7 @@ class Ranks:
     def __init__(self, world: int, step_s: float, noise: float, seed: int) -> None:
         self.world, self.step_s, self.noise = world, step_s, noise
         self.chance = random.Random(seed)
-        self.watch = StageWatch(DetectConfig())
+        self.watch = StageWatch()
         self.watch.set_peers([list(range(world))])
         self.now, self.step = 0.0, 0
         self.slow = {SLOW}
@@ -109,7 +108,7 @@ class Pipeline:
     """Stages of a pipeline, each with its own work; the longest bounds the step."""
 
     def __init__(self, groups: list[list[int]], nodes: dict[int, int] | None = None) -> None:
-        self.watch = StageWatch(DetectConfig(), (nodes or {}).get if nodes else lambda rank: rank)
+        self.watch = StageWatch((nodes or {}).get if nodes else lambda rank: rank)
         self.watch.set_peers(groups)
         self.now, self.step = 0.0, 0
 
@@ -160,7 +159,7 @@ def find_after(*, lost: bool) -> int:
 
     Where `lost`, a step of one rank of each group is never heard of before.
     """
-    chance, watch = random.Random(1), StageWatch(DetectConfig())
+    chance, watch = random.Random(1), StageWatch()
     watch.set_peers([[0, 1], [2, 3]])
     for step in range(300):
         now = 0.5 * step
@@ -182,7 +181,7 @@ def test_a_step_that_is_lost_does_not_mix_the_noise_of_groups() -> None:
 
 def test_a_rank_that_ends_its_steps_seconds_after_the_others_is_not_left_out_of_them() -> None:
     """What is slow after the last collective, its optimizer, is told by nothing else."""
-    watch = StageWatch(DetectConfig())
+    watch = StageWatch()
     watch.set_peers([[0, 1, 2]])
     now = 0.0
     for step in range(60):

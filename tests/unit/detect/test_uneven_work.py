@@ -7,7 +7,6 @@ import pytest
 
 from perdure.detect.stages import StageWatch
 from perdure.detect.work import CHANGED, DeclaredWork
-from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import StepStages
 
 SLOW = 1
@@ -21,7 +20,7 @@ class Packed:
         self.world, self.spread, self.fixed = world, spread, fixed
         self.step_s, self.noise = 0.3, 0.02
         self.chance = random.Random(7)
-        self.watch = StageWatch(DetectConfig())
+        self.watch = StageWatch()
         self.watch.set_peers([list(range(world))])
         self.now, self.step = 0.0, 0
         self.demand = [1.0] * world
