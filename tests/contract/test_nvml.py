@@ -15,7 +15,6 @@ import pytest
 from perdure.adapters import devices
 from perdure.adapters.devices import Nvml
 from perdure.detect.devices import DeviceJudge
-from perdure.model.job import DetectConfig
 from perdure.model.signals import devices as model
 from perdure.model.signals.progress import NodeBeat
 from tests.gpu import memory
@@ -67,7 +66,7 @@ class Gpu:
         assert nvml is not None
         self.nvml = nvml
         self.nvml._clock = lambda: self.now
-        self.judge = DeviceJudge(DetectConfig())
+        self.judge = DeviceJudge()
 
     def show(self, values: dict[str, int]) -> None:
         self.counters.write_text("".join(f"{name} {value}\n" for name, value in values.items()))

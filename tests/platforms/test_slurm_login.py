@@ -59,8 +59,8 @@ def test_a_job_is_launched_steered_and_brought_home_over_ssh_alone(
     wait_until(laptop.box.cut, "a connection to cut")
     assert laptop.ask("status", "exact")["state"] == "running"
     laptop.cli("checkpoint", "exact")  # On its bus, in the allocation.
-    told = laptop.ask("set", "exact", "detect.beat_s=0.3")
-    assert (told["changes"], told["ranks"]) == ({"detect.beat_s": 0.3}, [0, 1]), told
+    told = laptop.ask("set", "exact", "detect.hang_floor_s=1.5")
+    assert (told["changes"], told["ranks"]) == ({"detect.hang_floor_s": 1.5}, [0, 1]), told
     wrong = laptop.cli("set", "exact", "nothing=1", "--json", code=2)
     assert json.loads(wrong.stdout)["error"] == "unknown key `nothing`", wrong
     assert wrong.stderr == "", "no word of srun's own"

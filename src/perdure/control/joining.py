@@ -20,13 +20,14 @@ from typing import Any
 from perdure.control.job import Answer, Invited, JobState, OpenCommand
 from perdure.model.events import KEPT_MAX, InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.orders import AnyAction, RecordEvent
+from perdure.model.signals.progress import BEAT_S
 
 FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""
 _ALL_LOCAL = "no node of this job comes from elsewhere: perdure run --remote K"
 _NONE_SERVED = "no machine has a place beside this one: perdure serve --remote K"
-_TWIN_BEATS = 10
-"""A node that was heard of within so many beats lives, whoever else asks for its place."""
+_TWIN_S = 10 * BEAT_S
+"""A node that was heard of within this time lives, whoever else asks for its place."""
 _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""
 
@@ -173,10 +174,9 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     free = [node for node in places if _is_free(state, now, node)]
     node = mine if mine is not None else min(free, default=None)
     silent_s = dict(command.args.get("silent_s", {})).get(str(mine), math.inf)
-    recent_s = _TWIN_BEATS * spec.detect.beat_s
-    if mine is not None and _is_there(state, mine) and silent_s < recent_s:
+    if mine is not None and _is_there(state, mine) and silent_s < _TWIN_S:
         why = f"this machine is node {mine} already, and heard of: is its PERDURE_HOME a copy?"
-        return state.answer(command.id, False, why, {"silent_in_s": 2 * recent_s})
+        return state.answer(command.id, False, why, {"silent_in_s": 2 * _TWIN_S})
     if node is None:
         names = ", ".join(map(str, places))
         verb = "s {} are" if len(places) > 1 else " {} is"

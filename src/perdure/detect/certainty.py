@@ -21,10 +21,12 @@ from perdure.detect.cadence import Habits
 from perdure.detect.watch import LONG_PHASES, RankWatch
 from perdure.model.job import DetectConfig
 from perdure.model.signals.links import ProbeFinding
-from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
+from perdure.model.verdicts import EXIT_SKEW_S, Activity, Culprit, Ground, Verdict
 
 SURE = 0.7
 """Confidence from which a verdict may be acted upon by what the job has taught."""
+STOPPED_S = 0.5
+"""Seconds after its verdict at which a rank in state T (stopped) is acted upon."""
 LINK_S = 10.0
 """A dead link is acted upon after so long, once the kernel has tried again in vain: a switch that
 restarts takes no longer."""
@@ -106,12 +108,12 @@ def decide_grounds(
     """
     since_s, who = verdict.confirmed_s, str(verdict.culprit)
     if activity == "stopped":
-        return Grounds("stopped", since_s + config.stopped_action_s, f"{who} is stopped", True)
+        return Grounds("stopped", since_s + STOPPED_S, f"{who} is stopped", True)
     if verdict.kind == "Desync":
         if verdict.confidence < SURE:
             return None
         why = "the ranks' records show different collectives"
-        return Grounds("desync", since_s + config.exit_skew_s, why, True)
+        return Grounds("desync", since_s + EXIT_SKEW_S, why, True)
     if fact in ("link", "circle"):
         wait_s = config.comm_action_s or LINK_S
         why = "nobody answers on it" if fact == "link" else "ranks are blocked in a circle"
@@ -120,7 +122,7 @@ def decide_grounds(
     if again:
         return patient
     if fact == "ended":
-        acts_s = max(since_s, verdict.first_seen_s + config.exit_skew_s)
+        acts_s = max(since_s, verdict.first_seen_s + EXIT_SKEW_S)
         return Grounds("ended", acts_s, f"{who} has ended, and others wait for it", True)
     told = _decide_by_settings(verdict, suspects, activity, config)
     if told is not None:

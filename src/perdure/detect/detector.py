@@ -48,6 +48,7 @@ from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import CommProgress, JobHabits, NodeBeat, RankProgress
 from perdure.model.signals.stacks import ThreadStack, parse_threads
 from perdure.model.verdicts import (
+    EXIT_SKEW_S,
     HANGS,
     INSIDE,
     Activity,
@@ -368,7 +369,7 @@ class Detector:
             evidence={"epoch": event.epoch},
             certain=True,
             ground="ended",
-            acts_s=max(now, self._exit_s[rank] + self._spec.detect.exit_skew_s),
+            acts_s=max(now, self._exit_s[rank] + EXIT_SKEW_S),
             acts_why=f"rank {rank} has ended, and the others train on",
         )
 

@@ -14,7 +14,6 @@ node notify device-ok`); a slow one recovers by itself. What was journaled comes
 from dataclasses import dataclass, field
 
 from perdure.model.events import AnyEvent, DeviceReported, NodeRegistered, NodeRestored
-from perdure.model.job import DetectConfig
 from perdure.model.signals.devices import (
     HW_SLOWDOWN,
     HW_THERMAL,
@@ -53,6 +52,8 @@ mended (63: a row was remapped; 92, 94: contained)."""
 _HELD_DOWN = HW_SLOWDOWN | SW_THERMAL | HW_THERMAL | POWER_BRAKE
 SLOW_SHARE = 0.7
 """Below this share of its highest clock a throttled device slows its ranks down."""
+SLOW_S = 30.0
+"""Seconds after which a GPU whose clock is held down by heat or lack of power is unhealthy."""
 CAPPED_SHARE = 0.6
 """Of its power limit: a device that is capped at less draws what something else allows it."""
 PEERS_MIN = 3
@@ -82,10 +83,8 @@ class _Health:
 class DeviceJudge:
     """Judges the devices of all nodes."""
 
-    def __init__(self, config: DetectConfig) -> None:
-        """Judge slow clocks by `config`."""
-        self.config = config
-        """What is judged by; it may change while a job runs."""
+    def __init__(self) -> None:
+        """Begin with no devices."""
         self._devices: dict[str, _Health] = {}
 
     def take_beat(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
@@ -177,7 +176,6 @@ class DeviceJudge:
 
     def _weigh_clock(self, health: _Health, sample: DeviceSample) -> tuple[bool, str] | None:
         why, now = self._find_slow(sample), sample.at_s
-        limit_s = self.config.device_slow_s
         if not why:
             health.slow_since_s = None
             if not health.slow:
@@ -185,12 +183,12 @@ class DeviceJudge:
             if health.well_since_s is None:
                 health.well_since_s = now
             over_s = now - health.well_since_s
-            return (True, "its clock is up again") if over_s >= RECOVER_FACTOR * limit_s else None
+            return (True, "its clock is up again") if over_s >= RECOVER_FACTOR * SLOW_S else None
         health.well_since_s = None
         if health.slow_since_s is None:
             health.slow_since_s = now
         lasted_s = now - health.slow_since_s
-        if health.slow or lasted_s < limit_s:
+        if health.slow or lasted_s < SLOW_S:
             return None
         return False, f"slow clock for {lasted_s:.0f} s: {why}"
 

@@ -261,12 +261,12 @@ class RankWatch:
         if busy_phase is not None and self.declared_busy:
             most_s = busy_phase.until_s - self.progress_s
             return most_s, f"the declared busy phase {busy_phase.name}"
-        factor, floor_s = config.hang_step_factor, config.hang_floor_s
+        floor_s = config.hang_floor_s
         if self.stopped:
-            return floor_s + factor * self.cadence.typical_s, "a stopped process"
+            return floor_s + self.cadence.typical_s, "a stopped process"
         if not self.instrumented or phase == "finished":
             return config.startup_allowance_s, "before the first, or after the last, step"
-        base_s = floor_s + factor * self.cadence.usual_s
+        base_s = floor_s + self.cadence.usual_s
         trains = phase in _START_PHASES and self.moves >= MOVES_MIN
         if phase in LONG_PHASES and not trains:
             known_s = habits.phase_s(phase)
@@ -296,9 +296,8 @@ class RankWatch:
     @property
     def _step_s(self) -> float:
         """Return what a step of its job, as noisy as it is, may take."""
-        factor, floor_s = self.config.hang_step_factor, self.config.hang_floor_s
-        noisy_s = min(factor * self.cadence.tail_s, self._most_s - floor_s)
-        return max(factor * self.cadence.usual_s, noisy_s)
+        noisy_s = min(self.cadence.tail_s, self._most_s - self.config.hang_floor_s)
+        return max(self.cadence.usual_s, noisy_s)
 
     @property
     def _most_s(self) -> float:

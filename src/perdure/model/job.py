@@ -18,14 +18,10 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     hang_floor_s: Seconds = 1.0
     """A rank is never suspected before this long without progress, however short its steps."""
-    hang_step_factor: Annotated[float, Meta(ge=1)] = 1.0
-    """Suspected after `hang_floor_s` plus this many learned step times without progress."""
     startup_allowance_s: Seconds = 120.0
     """Silence allowed before the first collective or step of a generation."""
     phase_allowance_s: Seconds = 60.0
     """Silence allowed in a phase never seen to end before: first step, first evaluation."""
-    stopped_action_s: Annotated[float, Meta(ge=0)] = 0.5
-    """A rank in state T (stopped) is acted upon this long after its verdict."""
     quiet_action_s: Seconds | None = None
     """A suspected rank of which nothing moves (CPU, I/O, stack) is acted upon after this long;
     without a number by certainty: after the process group's own time-out (docs/verdicts.md)."""
@@ -40,10 +36,6 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     remote_lost_s: Seconds = 0.9
     """The same for a node from elsewhere (`remote`) whose ranks' peers saw connections end: nobody
     else sees its processes end. Silence alone counts after `node_lost_s`, as everywhere."""
-    beat_s: Annotated[float, Meta(gt=0, le=5)] = 0.2
-    """Between two heartbeats of a node."""
-    exit_skew_s: Seconds = 5.0
-    """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
     comm_action_s: Seconds | None = None
     """A hang of communication whose link or node is known is acted upon after this long; without a
     number after 10 s where the kernel's TCP or a probe says so, and else by certainty."""
@@ -53,8 +45,6 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     act_on_device_times: bool = False
     """Slowness that is told by a device's own clock (NCCL's profiler plugin) may be acted upon like
     any other. By default it is told only: nobody has compared it with a real slow GPU yet."""
-    device_slow_s: Seconds = 30.0
-    """A GPU whose clock is held down by heat or lack of power for this long is unhealthy."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -28,7 +28,7 @@ class Misfit(msgspec.Struct, frozen=True):
 
     what: str
     place: str
-    """Such as `detect.beat_s`; empty: the document itself."""
+    """Such as `detect.node_lost_s`; empty: the document itself."""
     keys: list[str]
     """The way there, a field that is unknown at its end."""
     hint: str

@@ -22,6 +22,9 @@ VerdictKind = Literal[
 `Unresponsive`: a part of perdure itself lives on that node and does not answer.
 `HostBusy`: work that is not the job's keeps its ranks from their CPUs."""
 
+EXIT_SKEW_S = 5.0
+"""Seconds that others may wait for a rank that has ended, or raised, before it is acted upon."""
+
 HANGS = ("CommHang", "ComputeHang")
 """No progress beyond what the job's own steps have taught."""
 

@@ -5,7 +5,6 @@ import pytest
 
 from perdure.detect.devices import DeviceJudge
 from perdure.model.events import DeviceReported, NodeRegistered, NodeRestored
-from perdure.model.job import DetectConfig
 from perdure.model.signals.devices import HW_THERMAL, POWER_CAP, DeviceSample, Xid
 from perdure.model.signals.progress import NodeBeat
 
@@ -37,7 +36,7 @@ def changed(**values):
     ],
 )
 def test_errors_are_reported_once(sick, word):
-    judge = DeviceJudge(DetectConfig())
+    judge = DeviceJudge()
     assert look(judge, 0.0, WELL) == []
     ((healthy, reason),) = look(judge, 5.0, sick)
     assert not healthy
@@ -56,13 +55,13 @@ def test_errors_are_reported_once(sick, word):
     ids=["the script's own XIDs", "mended by itself", "at its power limit", "idle"],
 )
 def test_what_is_no_failure(well):
-    judge = DeviceJudge(DetectConfig())
+    judge = DeviceJudge()
     look(judge, 0.0, WELL)
     assert [look(judge, now, well) for now in (5.0, 40.0, 80.0)] == [[], [], []]
 
 
 def test_a_hot_device_is_slow_after_a_while_and_well_again_later():
-    judge, hot = DeviceJudge(DetectConfig()), changed(throttle=HW_THERMAL, sm_clock_mhz=345)
+    judge, hot = DeviceJudge(), changed(throttle=HW_THERMAL, sm_clock_mhz=345)
     assert look(judge, 0.0, hot) == look(judge, 29.0, hot) == []
     ((healthy, reason),) = look(judge, 30.0, hot)
     assert (healthy, reason[:20]) == (False, "slow clock for 30 s:")
@@ -72,7 +71,7 @@ def test_a_hot_device_is_slow_after_a_while_and_well_again_later():
 
 
 def test_a_low_clock_that_nobody_explains_is_seen_beside_its_peers():
-    judge = DeviceJudge(DetectConfig())
+    judge = DeviceJudge()
     peers = [changed(device=f"GPU-{i}") for i in range(3)]
     slow = changed(sm_clock_mhz=800, power_w=250)
     for now in (0.0, 15.0):
@@ -87,7 +86,7 @@ def test_an_error_comes_through_a_new_controller_and_a_restore_forgives_it():
     journal = DeviceReported(
         device="GPU-a", node=0, at_s=5.0, healthy=False, reason="XID 48: x", source="nvml"
     )
-    judge = DeviceJudge(DetectConfig())
+    judge = DeviceJudge()
     judge.note(journal)
     assert look(judge, 6.0, sick) == []
     judge.note(NodeRestored(node=0, at_s=9.0, reason="", who="ann"))
@@ -97,7 +96,7 @@ def test_an_error_comes_through_a_new_controller_and_a_restore_forgives_it():
 
 
 def test_what_an_outside_monitor_says_only_it_takes_back():
-    judge = DeviceJudge(DetectConfig())
+    judge = DeviceJudge()
     report = DeviceReported(
         device="GPU-a", node=0, at_s=1.0, healthy=False, reason="slow clock, says IT", source="it"
     )

@@ -7,7 +7,7 @@ from perdure.detect.detector import Detector
 from perdure.model.events import RankExited, VerdictWithdrawn, WorldReformed
 from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
-from perdure.model.verdicts import HANGS
+from perdure.model.verdicts import EXIT_SKEW_S, HANGS
 
 
 def leave(world, rank: int, *, finished_s: float = 0.0) -> None:
@@ -46,7 +46,7 @@ def test_who_ends_before_the_others_is_named_at_once_and_replaced_once_they_have
     assert not world.actionable
     world.run(20.0)
     (acted,) = world.actionable
-    assert acted.acts_s == left_s + world.config.exit_skew_s
+    assert acted.acts_s == left_s + EXIT_SKEW_S
 
 
 def test_a_world_whose_members_all_leave_the_loop_at_one_step_replaces_nobody(world):

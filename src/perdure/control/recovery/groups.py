@@ -34,7 +34,7 @@ from perdure.control.recovery.formation import (
     end_job,
 )
 from perdure.control.world import ReplicaState, WorldState
-from perdure.detect.certainty import TIMEOUT_S
+from perdure.detect.certainty import STOPPED_S, TIMEOUT_S
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -336,7 +336,6 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
         return promote(state, f"group {group.number} stands ready")
     if event.replica != group.replica.name or group.exits or group.replica.absent == event.reason:
         return []
-    detect = state.the_spec().detect
     state.step = max(state.step, event.step)
     group.replica.absent, group.replica.absent_s = event.reason, event.at_s
     withheld = ActionWithheld(
@@ -351,8 +350,8 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
     )
     noted = membership_of(state).withhold(group, withheld) or []
     # It may validate or save for long: it costs the others nothing any more, and heals once back.
-    patience_s = detect.quiet_action_s or TIMEOUT_S
-    group.deadline_s = now + (detect.stopped_action_s if event.stopped else patience_s)
+    patience_s = state.the_spec().detect.quiet_action_s or TIMEOUT_S
+    group.deadline_s = now + (STOPPED_S if event.stopped else patience_s)
     return [*noted, *promote(state, f"group {group.number} was left out: {event.reason}")]
 
 

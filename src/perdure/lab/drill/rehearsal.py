@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from perdure import __version__
+from perdure.detect.certainty import STOPPED_S
 from perdure.lab.drill.card import Card, FaultRow, Losses
 from perdure.lab.drill.grading import (
     Outcome,
@@ -388,7 +389,7 @@ class _Drill:
         detect = self.wish.spec.detect
         more = {
             "hang": (detect.hang_action_s or 0.0) + detect.hang_floor_s,
-            "stop": detect.stopped_action_s + detect.hang_floor_s,
+            "stop": STOPPED_S + detect.hang_floor_s,
             "node": 2 * detect.node_lost_s,
             "slow": _SLOW_S,
         }.get(act.fault, 0.0)

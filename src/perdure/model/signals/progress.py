@@ -279,6 +279,10 @@ class JobHabits(msgspec.Struct, frozen=True, omit_defaults=True):
     """(end, seconds) of the newest silences that nothing predicted and that ended by themselves."""
 
 
+BEAT_S = 0.2
+"""Seconds between two heartbeats of a node."""
+
+
 class NodeBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """One heartbeat of one node. Not journaled; what is decided from it is."""
 

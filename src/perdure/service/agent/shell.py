@@ -76,6 +76,8 @@ from perdure.model.job import JobSpec
 from perdure.model.orders import CheckOwn, RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.model.raw import carry_variables, restore_job
+from perdure.model.signals.progress import BEAT_S
+from perdure.model.verdicts import EXIT_SKEW_S
 from perdure.service.access.credentials import is_loopback
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.keeper import KeeperLink
@@ -443,7 +445,7 @@ class AgentService:
             cwd=spec.cwd,
             cold=spec.cold,
             beside=request.beside,
-            exit_skew_s=spec.detect.exit_skew_s if spec.unordered.mends else 0.0,
+            exit_skew_s=EXIT_SKEW_S if spec.unordered.mends else 0.0,
         )
 
     def _find_input(self, generation: int) -> int:
@@ -490,7 +492,7 @@ class AgentService:
             )
             beat = fit_beat(self._devices.join(self._links.join(beat)), self._bus.payload_max)
             await self._bus.publish(subject, encode(beat))
-            due_s = max(due_s + self._spec.detect.beat_s, loop.time())
+            due_s = max(due_s + BEAT_S, loop.time())
             await asyncio.sleep(due_s - loop.time())
 
     async def _watch_logs(self) -> None:

@@ -164,7 +164,8 @@ class ControllerService:
         self._show, self._note = show, note
         self._memory = Memory(spec)
         self._detector = make_detector(spec)
-        self._devices = DeviceJudge(spec.detect)
+        self._devices = DeviceJudge()
+        self._detect = spec.detect
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
         self._curves, self._show_newest = curves, show_newest
         self._losses = LossComparison()
@@ -267,9 +268,9 @@ class ControllerService:
     def _reconfigure(self) -> None:
         """Have the detector judge as the job is configured now."""
         spec = self._memory.machine.state.spec
-        if spec is not None and spec.detect is not self._devices.config:
+        if spec is not None and spec.detect is not self._detect:
             self._detector.reconfigure(spec.detect)
-            self._devices.config = spec.detect
+            self._detect = spec.detect
 
     async def _begin(self, *, first: bool) -> None:
         turn = _Turn(self._clock())
