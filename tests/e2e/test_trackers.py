@@ -177,7 +177,7 @@ def test_servers_that_hang_and_refuse_cost_the_end_what_was_allowed(
         job = start_job(
             start,
             tmp_path,
-            f'mlflow = "http://127.0.0.1:{port}"\nwandb = "p"\ntimeout_s = 8\nend_s = 3',
+            f'mlflow = "http://127.0.0.1:{port}"\nwandb = "p"\ntimeout_s = 8',
         )
         log = job.folder / "logs" / "controller.log"
         wait_until(lambda: "wandb took nothing" in log.read_text(), "one warning")

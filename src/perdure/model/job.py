@@ -283,8 +283,6 @@ class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """`/metrics` is served here while the job runs; 0: not at all. Needs prometheus-client."""
     prometheus_host: str = "127.0.0.1"
     """Address it is served on."""
-    ranks_max: Count = 512
-    """A job of more ranks is told of by node."""
 
 
 AlertKind = Literal[
@@ -326,12 +324,6 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     )
     """Which kinds; `checkpoint-failed` and `part` (one of perdure's own died) are there as well.
     `meter` is what `perdure status --remind` finds."""
-    per_minute: Positive = 12
-    """More than this are counted and told of in one."""
-    timeout_s: Seconds = 10.0
-    """For one attempt."""
-    attempts: Positive = 5
-    """With growing pauses between them; then the alert is dropped."""
 
 
 class TrackingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -353,9 +345,8 @@ class TrackingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     every_s: Seconds = 10.0
     """Between two samples of goodput, ranks and step."""
     timeout_s: Seconds = 60.0
-    """A tracker that takes nothing for so long is left, and tried again later."""
-    end_s: Annotated[float, Meta(ge=0)] = 15.0
-    """How long the job's end waits, at the most, for them to take the rest."""
+    """Seconds after which a tracker that takes nothing is left, and tried again later. The end of
+    the job waits for trackers for a quarter of it."""
 
     @property
     def targets(self) -> dict[str, str]:

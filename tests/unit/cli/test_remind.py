@@ -13,6 +13,7 @@ from tests.gate_site import Site, make_site
 from perdure.cli.platforms import remote
 from perdure.launch.records import write_record
 from perdure.model.job import AlertsConfig
+from perdure.service.controller import alerts
 
 
 @pytest.fixture
@@ -80,10 +81,13 @@ def test_a_stop_that_nobody_has_confirmed_is_called_to_mind(site: Site) -> None:
     assert "stop was asked for 2.0 h ago" in site.run("status")
 
 
-def test_reminders_go_to_the_jobs_alerts_once_a_day(site: Site) -> None:
+def test_reminders_go_to_the_jobs_alerts_once_a_day(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerts, "ATTEMPTS", 1)
     heard = site.folder / "heard"
-    alerts = AlertsConfig(command=("sh", "-c", f"cat >> {heard}"))
-    change(site, launched_s=time.time() - 3600, alerts=alerts)
+    told = AlertsConfig(command=("sh", "-c", f"cat >> {heard}"))
+    change(site, launched_s=time.time() - 3600, alerts=told)
     site.run("status", "--remind")
     site.run("status", "--remind")
     (line,) = heard.read_text().splitlines()
@@ -92,7 +96,7 @@ def test_reminders_go_to_the_jobs_alerts_once_a_day(site: Site) -> None:
     assert "it has ended" in alert["summary"]
 
     (site.home / "launches" / "seen" / "gpt.reminded.json").unlink()
-    change(site, alerts=AlertsConfig(command=("false",), attempts=1))
+    change(site, alerts=AlertsConfig(command=("false",)))
     assert "was not delivered" in site.run("status", "--remind", code=3)
     change(site, alerts=AlertsConfig(command=("sh", "-c", f"cat >> {heard}"), events=("ended",)))
     site.run("status", "--remind")

@@ -13,9 +13,17 @@ from tests.waiting import PATIENCE_S
 
 from perdure.model.events import ControllerLost, JobEnded, JournalEntry
 from perdure.model.job import AlertsConfig
+from perdure.service.controller import alerts
 from perdure.service.controller.alerts import Alerter, read_url
 
 EVENTS = ("part", "ended")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "TIMEOUT_S", PATIENCE_S)
+
+
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -52,7 +60,7 @@ class Receiver:
 async def deliver(receiver: Receiver, entries: list[JournalEntry], **more: Any) -> Alerter:
     server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    config = AlertsConfig(webhook=url, events=EVENTS, timeout_s=PATIENCE_S, **more)
+    config = AlertsConfig(webhook=url, events=EVENTS, **more)
     alerter = Alerter("job", config, pause_s=0.01)
     task = asyncio.create_task(alerter.run())
     alerter.note(entries)
@@ -78,25 +86,30 @@ async def test_what_cannot_be_delivered_is_dropped_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     receiver = Receiver(*[500] * 9)
-    alerter = await deliver(receiver, [entry(1)], attempts=3)
-    assert (receiver.requests, alerter.dropped) == (3, 1)
+    alerter = await deliver(receiver, [entry(1)])
+    assert (receiver.requests, alerter.dropped) == (5, 1)
     assert "alert not delivered by webhook: status 500" in caplog.text
 
 
-async def test_above_the_limit_they_are_told_of_in_one_before_the_end() -> None:
+async def test_above_the_limit_they_are_told_of_in_one_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(alerts, "PER_MINUTE", 3)
     receiver = Receiver()
-    await deliver(receiver, [*(entry(n) for n in range(1, 8)), end(8)], per_minute=3)
+    await deliver(receiver, [*(entry(n) for n in range(1, 8)), end(8)])
     assert [(a["kind"], a["seq"]) for a in receiver.alerts] == [
         ("part", 1), ("part", 2), ("part", 3), ("more", 7), ("ended", 8),
     ]  # fmt: skip
     assert receiver.alerts[3]["count"] == 4
 
 
-async def test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed(tmp_path: Path) -> None:
+async def test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "alert"
     script = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read())"
     command = (sys.executable, "-c", script)
-    config = AlertsConfig(command=command, events=EVENTS, timeout_s=PATIENCE_S)
+    config = AlertsConfig(command=command, events=EVENTS)
     alerter = Alerter("job", config)
     task = asyncio.create_task(alerter.run())
     alerter.note([entry(4)])
@@ -104,7 +117,9 @@ async def test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed(tmp_path
     task.cancel()
     assert json.loads(out.read_text())["seq"] == 4
 
-    stuck = AlertsConfig(command=("sleep", "3600"), events=EVENTS, timeout_s=0.1, attempts=1)
+    stuck = AlertsConfig(command=("sleep", "3600"), events=EVENTS)
+    monkeypatch.setattr(alerts, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(alerts, "ATTEMPTS", 1)
     alerter = Alerter("job", stuck)
     task = asyncio.create_task(alerter.run())
     alerter.note([entry(n) for n in range(300)])  # more than the queue holds
@@ -120,7 +135,7 @@ async def tell_by_apprise(receiver: Receiver, apprise: Callable[[int], str]) -> 
     """Deliver one alert by addresses made for the receiver's port."""
     server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
     address = apprise(server.sockets[0].getsockname()[1])
-    config = AlertsConfig(apprise=address, events=EVENTS, attempts=2, timeout_s=PATIENCE_S)
+    config = AlertsConfig(apprise=address, events=EVENTS)
     alerter = Alerter("job", config, pause_s=0.01)
     task = asyncio.create_task(alerter.run())
     alerter.note([entry(1)])
@@ -150,9 +165,10 @@ async def test_any_service_of_apprises_is_told_in_words(tmp_path: Path) -> None:
 
 
 async def test_an_address_that_apprise_does_not_know_is_said_and_not_repeated(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("apprise")
+    monkeypatch.setattr(alerts, "ATTEMPTS", 2)
     alerter = await tell_by_apprise(Receiver(), lambda port: "nowhere://token-that-is-secret")
     assert alerter.dropped == 1
     assert "address 1 is none that apprise knows" in caplog.text

@@ -22,7 +22,7 @@ MARK = f"a-tracker-of-test-process-{os.getpid()}"
 
 def make(tmp_path: Path, code: str, **more: float) -> tuple[Trackers, Path]:
     """Return trackers whose one process runs `code`, and the job's folder."""
-    config = TrackingConfig(mlflow="http://x", **({"end_s": PATIENCE_S} | more))
+    config = TrackingConfig(mlflow="http://x", **({"timeout_s": 4 * PATIENCE_S} | more))
     spec = JobSpec(name="j", script="x.py", cwd=str(tmp_path), env={"MLFLOW_RUN_ID": "r"},
                    tracking=config)  # fmt: skip
     paths = locate_job(str(tmp_path), "j")
@@ -106,7 +106,7 @@ async def test_one_that_hangs_and_heeds_nothing_costs_the_end_what_was_allowed(
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)', *sys.argv[1:]]); "
         "open('begun', 'w').close(); time.sleep(3600)"
     )
-    trackers, _ = make(tmp_path, code, end_s=0.3)
+    trackers, _ = make(tmp_path, code, timeout_s=1.2)
     trackers.start()
     async with asyncio.timeout(PATIENCE_S):
         while not (tmp_path / "begun").exists():

@@ -33,6 +33,12 @@ log = logging.getLogger("perdure.alerts")
 
 QUEUE_MAX = 200
 WINDOW_S = 60.0
+PER_MINUTE = 12
+"""Alerts within a minute; more than this are counted and told of in one."""
+TIMEOUT_S = 10.0
+"""Seconds for one attempt."""
+ATTEMPTS = 5
+"""Attempts, with growing pauses between them; then the alert is dropped."""
 APPRISE = "perdure.service.controller.apprising"
 """The process that tells services by the library apprise."""
 _LOADED_S = 20.0
@@ -83,7 +89,7 @@ class Alerter:
             self._sent_s.popleft()
         urgent = alert.kind == "ended"
         full = len(self._queue) >= QUEUE_MAX
-        if not urgent and (full or len(self._sent_s) >= self._config.per_minute):
+        if not urgent and (full or len(self._sent_s) >= PER_MINUTE):
             count = self._held.count + 1 if self._held is not None else 1
             text = f"{count} more, the newest: {alert.kind}: {alert.summary}"
             self._held = msgspec.structs.replace(alert, kind="more", summary=text, count=count)
@@ -130,7 +136,7 @@ class Alerter:
 
     async def _try(self, what: str, send: Callable[[bytes], Awaitable[None]], data: bytes) -> None:
         attempts = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self._config.attempts),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
             wait=tenacity.wait_random_exponential(multiplier=self._pause_s, max=_PAUSE_S_MAX),
             retry=tenacity.retry_if_exception_type((OSError, ValueError)),
             reraise=True,
@@ -157,7 +163,7 @@ class Alerter:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(self._config.timeout_s + more_s):
+            async with asyncio.timeout(TIMEOUT_S + more_s):
                 said, _ = await process.communicate(data)
         finally:
             if process.returncode is None:
@@ -178,7 +184,7 @@ class Alerter:
         request = urllib.request.Request(
             url, data=data, headers={"Content-Type": "application/json"}, method="POST"
         )
-        await asyncio.to_thread(_open, request, self._config.timeout_s)
+        await asyncio.to_thread(_open, request, TIMEOUT_S)
 
     async def _notify(self, alert: Alert, data: bytes) -> None:
         """Tell all addresses of apprise's once.

@@ -163,7 +163,6 @@ def _serve_metrics(spec: JobSpec, newest: list[Snapshot]) -> Iterator[None]:
                 lambda: newest[0] if newest else None,
                 config.prometheus_host,
                 config.prometheus_port,
-                config.ranks_max,
             )
         except PlatformError as error:
             log.error("no metrics: %s (%s)", error.message, error.hint)

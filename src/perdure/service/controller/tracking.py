@@ -3,7 +3,7 @@
 The process is `perdure metrics JOB --follow`, which reads the job's files: the loop hands it
 nothing, and waits for nothing. It is nicer to the ranks than they are to one another, leaves when
 this one does, and whatever becomes of it is a line in the log and another try, after a pause that
-grows. At the job's end it has `tracking.end_s` to tell the rest.
+grows. At the job's end it has a quarter of `tracking.timeout_s` to tell the rest.
 """
 
 import asyncio
@@ -26,6 +26,8 @@ from perdure.service.processes import describe_exit, part_command
 log = logging.getLogger("perdure.tracking")
 
 _PAUSE_S, _PAUSE_S_MAX = 2.0, 300.0
+_END_SHARE = 0.25
+"""Of `tracking.timeout_s`: how long the job's end waits for trackers at most."""
 _LEAVE_S = 1.0
 """Given to a process that is asked to leave."""
 CONTROLLER_PID = "PERDURE_CONTROLLER_PID"
@@ -58,11 +60,12 @@ class Trackers:
             self._running.append(self._tasks.spawn(self._keep_up(kind, target)))
 
     async def finish(self) -> None:
-        """Wait until they were told of the end, which is in the journal, for `end_s` at most."""
-        self._left_s = time.monotonic() + self._spec.tracking.end_s
+        """Wait until they were told of the end, which is in the journal; not for long."""
+        most_s = _END_SHARE * self._spec.tracking.timeout_s
+        self._left_s = time.monotonic() + most_s
         self._ended.set()
         if self._running:
-            _, late = await asyncio.wait(self._running, timeout=self._spec.tracking.end_s)
+            _, late = await asyncio.wait(self._running, timeout=most_s)
             if late:
                 log.warning("%d tracker(s) were not told of the end in time", len(late))
 
