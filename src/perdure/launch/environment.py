@@ -76,7 +76,6 @@ def _world_environment(rank: int, world_size: int, nproc: int) -> dict[str, str]
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": str(rank // nproc),
         "GROUP_WORLD_SIZE": str(world_size // nproc),
-        "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world_size),
     }
@@ -148,6 +147,7 @@ def rank_environment(
         "MASTER_PORT": str(assignment.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(assignment.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.restart.max_restarts),
+        "ROLE_NAME": spec.env.get("ROLE_NAME", "default"),
         "TORCHELASTIC_RUN_ID": spec.run_id or spec.name,
         "TORCHELASTIC_USE_AGENT_STORE": str(assignment.agent_store),
         "TORCHELASTIC_ERROR_FILE": paths.error_file(generation, rank),

@@ -405,7 +405,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cwd: str = "."
     """Working directory of the ranks; relative to that of `perdure run`."""
     env: dict[str, str] = {}
-    """Added to the environment of every rank."""
+    """Added to the environment of every rank. `ROLE_NAME` is `default` if it is not here."""
     cold: bool = False
     """Start ranks by exec instead of forking them from a warm image."""
     log_dir: str = ""
@@ -417,8 +417,6 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     eviction, no probe. What would have been done is journaled. A rank that dies ends the job."""
     run_id: str = ""
     """TORCHELASTIC_RUN_ID; empty means the job's name."""
-    role: str = "default"
-    """ROLE_NAME."""
     detect: DetectConfig = DetectConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()

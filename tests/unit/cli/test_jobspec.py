@@ -54,11 +54,17 @@ def test_an_empty_option_is_given_all_the_same(
     tmp_path: Path, options: dict[str, str], message: str
 ) -> None:
     """`perdure run -c job.toml "$SCRIPT"` without that variable ran the file's own script."""
-    config = write(tmp_path, 'name="a"\nscript="x.py"\nlog_dir="logs"\nrole="worker"\n')
+    config = write(tmp_path, 'name="a"\nscript="x.py"\nlog_dir="logs"\nrun_id="r"\n')
     with pytest.raises(ConfigError, match=message):
         make_spec(RunOptions(config=config, **options))
-    spec, _, _ = make_spec(RunOptions(config=config, log_dir="", role=""))
-    assert (spec.log_dir, spec.role) == ("", "")
+    spec, _, _ = make_spec(RunOptions(config=config, log_dir="", rdzv_id=""))
+    assert (spec.log_dir, spec.run_id) == ("", "")
+
+
+def test_a_role_is_a_variable_of_every_rank() -> None:
+    """It was a field of the job that nothing read: ROLE_NAME was always `default`."""
+    spec, _, _ = make_spec(RunOptions(script="x.py", role="trainer", env=["A=1"]))
+    assert spec.env == {"A": "1", "ROLE_NAME": "trainer"}
 
 
 def test_an_empty_server_is_none(tmp_path: Path) -> None:
@@ -224,7 +230,7 @@ def test_a_tracker_whose_library_is_missing_is_said_before_the_job_begins(
 
 
 def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
-    spec, _, _ = make_spec(RunOptions(script="x.py", nproc="2", name="n", role="trainer"))
+    spec, _, _ = make_spec(RunOptions(script="x.py", nproc="2", name="n", rdzv_id="r"))
     path = tmp_path / "plan.json"
     path.write_bytes(msgspec.json.encode(spec))
     assert make_spec(RunOptions(config=str(path)))[0] == spec

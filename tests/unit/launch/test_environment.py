@@ -27,6 +27,12 @@ def make(spec: JobSpec, rank: int, base: dict[str, str] | None = None) -> dict[s
     )
 
 
+def test_the_role_is_what_the_job_says() -> None:
+    spec = JobSpec(name="j", script="s.py", env={"ROLE_NAME": "trainer"})
+    assert make(spec, 0, base={"ROLE_NAME": "other"})["ROLE_NAME"] == "trainer"
+    assert make(JobSpec(name="j", script="s.py"), 0)["ROLE_NAME"] == "default"
+
+
 def test_ranks_of_several_nodes() -> None:
     spec = JobSpec(name="j", script="s.py", nproc=3, nodes=2, run_id="my-run")
     env = make(spec, 4)

@@ -53,7 +53,7 @@ _PATHS = {
 """Fields that are nothing but a path."""
 
 _FIELDS = {
-    **dict.fromkeys(("script", "name", "nodes", "spares", "remote", "log_dir", "role")),
+    **dict.fromkeys(("script", "name", "nodes", "spares", "remote", "log_dir")),
     **dict.fromkeys(("module", "no_python", "cold", "observe")),
     "rdzv_id": "run_id",
     "own": "checkpoint.own",
@@ -334,8 +334,11 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         document["args"] = list(options.args or ())
     if options.torchft and not document.get("torchft", {}).get("replicas"):
         document["torchft"] = {**document.get("torchft", {}), "replicas": 2}
-    if options.env:
-        pairs = [pair.partition("=") for pair in options.env]
+    given_env = list(options.env or ())
+    if options.role is not None:
+        given_env.append(f"ROLE_NAME={options.role}")
+    if given_env:
+        pairs = [pair.partition("=") for pair in given_env]
         bad = next((key + sep for key, sep, _ in pairs if not key or not sep), None)
         if bad is not None:
             raise ConfigError(f"--env {bad}: no `=`", hint="--env NAME=VALUE")
