@@ -258,5 +258,6 @@ def test_what_is_configured_is_opened_for_each_node(tmp_path: Path) -> None:
     config = PreemptionConfig(platform="none", file=str(tmp_path / "node-{node}"))
     (source,) = open_sources(config, 2, {})
     assert isinstance(source, FileNotices)
+    wrong = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "ftp://x"}
     with pytest.raises(ConfigError, match="no URL of a metadata service"):
-        open_sources(PreemptionConfig(platform="aws", metadata_url="ftp://x"), 0, {})
+        open_sources(PreemptionConfig(platform="aws"), 0, wrong)

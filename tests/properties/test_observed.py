@@ -77,7 +77,7 @@ EVERYTHING = {
     "policy": {"comm_slow": "evict", "straggler": "evict", "comm_hang": "evict",
                "compute_hang": "evict", "unhealthy_device": "evict", "desync": "restart",
                "interrupt_s": 2.0, "cordon_after": 1, "evict_factor": 1.05},
-    "preemption": {"rebalance": "drain", "coalesce_s": 0.0},
+    "preemption": {"rebalance": "drain"},
     "restart": {"window_max": 1000, "max_restarts": 1000},
 }  # fmt: skip
 """A job file in which every reaction there is, is wanted."""

@@ -51,6 +51,11 @@ _SELF_S = 150.0
 """Seconds before its end at which a script that saves itself is told: all of a spot notice."""
 _EARLIER_S = 0.5
 """A deadline that has come nearer by less is the same one."""
+_RESERVE_S = 1.0
+"""Seconds, and twice those of the slowest change, that an elastic world that no spares fill up
+leaves between its last step on a node and the node's end."""
+_COALESCE_S = 0.25
+"""Notices within these seconds, or a tenth of the shortest grace, are acted upon as one."""
 _STEPS = 2.0
 """Members agree on the step that they leave at, and come to it, within so many."""
 
@@ -180,7 +185,7 @@ def _compute_lead_s(state: JobState, notice: OpenNotice) -> float:
 
 
 def _compute_reserve_s(state: JobState) -> float:
-    return state.the_spec().preemption.reserve_s + 2 * membership_of(state).moving_s(state)
+    return _RESERVE_S + 2 * membership_of(state).moving_s(state)
 
 
 def _serves_to_the_end(state: JobState, notices: list[OpenNotice]) -> bool:
@@ -200,13 +205,15 @@ def _serves_to_the_end(state: JobState, notices: list[OpenNotice]) -> bool:
 
 def _plan(state: JobState, now: float) -> None:
     """Wait a moment for what comes with it, bounded by the smallest grace that is left."""
-    wait_s, due_s = state.the_spec().preemption.coalesce_s, state.notices_due_s
+    due_s = state.notices_due_s
     for notice in state.notices.values():
         if notice.acted:
             continue
         opens_s = _opens(state, notice)
-        left_s = max(0.0, notice.gone_s - max(now, opens_s)) if notice.certain else wait_s / _MARGIN
-        soon_s = max(now, opens_s) + min(wait_s, _MARGIN * left_s)
+        wait_s = _COALESCE_S
+        if notice.certain:
+            wait_s = min(wait_s, _MARGIN * max(0.0, notice.gone_s - max(now, opens_s)))
+        soon_s = max(now, opens_s) + wait_s
         due_s = soon_s if due_s is None else min(due_s, soon_s)
     state.notices_due_s = due_s
 

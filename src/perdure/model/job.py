@@ -253,8 +253,6 @@ class PreemptionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     platform: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
     """Whose metadata service each agent asks; `auto` by what the firmware says of the machine, and
     in a pod with a service account the taints of its node as well."""
-    metadata_url: str = ""
-    """Where that service is, if not at its own address; `{node}` becomes the node's number."""
     file: str = ""
     """A file whose being there is a notice, and whose content is the grace in seconds; `{node}`
     becomes the node's number."""
@@ -264,11 +262,6 @@ class PreemptionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """The grace of a notice that does not say its own."""
     lead_s: Seconds = 60.0
     """The node is left no earlier than this long before it goes away."""
-    reserve_s: Seconds = 1.0
-    """An elastic world that no spares fill up leaves the node at the last step that ends this long,
-    and twice what its slowest change took, before the node goes away."""
-    coalesce_s: Annotated[float, Meta(ge=0)] = 0.25
-    """Notices within this time, or a tenth of the shortest grace, are acted upon as one."""
     rebalance: Literal["report", "checkpoint", "drain"] = "drain"
     """What is done about a higher risk that is no notice yet. `drain` leaves the node where the
     world stays whole without it, and is a checkpoint otherwise."""

@@ -41,18 +41,17 @@ def open_sources(
     """Return the sources that `config` asks for, for the agent of `node`.
 
     Raises:
-        ConfigError: `metadata_url` is no plain http URL.
+        ConfigError: a variable of the environment has no plain http URL of a metadata service.
     """
     platform = detect_platform(dmi) if config.platform == "auto" else config.platform
-    url = config.metadata_url.replace("{node}", str(node))
     sources: list[Source] = []
     if platform == "aws":
-        sources.append(AwsNotices(url or env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")))
+        sources.append(AwsNotices(env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")))
     elif platform == "azure":
-        sources.append(AzureNotices(url))
+        sources.append(AzureNotices())
     elif platform == "gcp":
         host = env.get("GCE_METADATA_HOST", "")
-        url = url or (f"http://{host}" if host else "")
+        url = f"http://{host}" if host else ""
         sources += [GcpPreempted(url), GcpMaintenance(url)]
     if config.platform == "auto" and is_pod(env):
         sources.append(KubernetesNode(env))

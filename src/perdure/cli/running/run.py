@@ -65,7 +65,7 @@ def start(options: o.RunOptions) -> int:
     home = resolve_home(environ)
     spec, named, notes = make_spec(options)
     check_outside(spec)
-    open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
+    open_sources(spec.preemption, 0, environ)  # What an agent could not open is said here.
     choose_shown_ranks(spec, options)
     if options.placement and spec.groups:
         raise ConfigError(
