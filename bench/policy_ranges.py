@@ -71,7 +71,7 @@ RANGES: dict[str, tuple[Range, ...]] = {
             0.9,
             20.3,
             ("loss.detect_s",),
-            "remote_lost_s: 0.9 s after the connections of its peers end; node_lost_s: 15.3 s; "
+            "0.9 s after the connections of its peers end; node_lost_s: 15.3 s; "
             "a controller lost with the node: 5 s more",
         ),
         Range(

@@ -22,7 +22,7 @@ _POLL_S = 0.05
 _COMMAND_S = PATIENCE_S
 _NICE = -15
 _PRECEDENCE_S = 1.5
-_KEYS = ("comm_hang", "compute_hang", "early_exit", "comm_slow", "straggler", "unhealthy_device")
+_KEYS = ("comm_hang", "compute_hang", "comm_slow", "straggler", "unhealthy_device")
 
 Row = dict[str, Any]
 

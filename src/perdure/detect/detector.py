@@ -119,7 +119,6 @@ class Detector:
             spec.detect.node_lost_s,
             spec.restart.node_wait_s,
             spec.detect.node_doubt_s,
-            remote_lost_s=spec.detect.remote_lost_s,
             local_nodes=spec.local_nodes if spec.remote else math.inf,
         )
         self._notes = ProgressNotes(spec)

@@ -60,15 +60,14 @@ class NodeWatch:
         all_lost_s: float = 0.0,
         doubt_s: float = DOUBT_S,
         *,
-        remote_lost_s: float = math.inf,
         local_nodes: float = math.inf,
     ) -> None:
         """Begin with no nodes; those that never came are not lost.
 
         Nodes from `local_nodes` on are others' machines. Where peers' connections have ended, a
-        silent one of them is lost after `remote_lost_s`: nobody else sees its processes end.
+        silent one of them is lost after three tenths of `doubt_s`: nobody else sees its end.
         """
-        self._remote_lost_s, self._local_nodes = remote_lost_s, local_nodes
+        self._local_nodes = local_nodes
         self._node_lost_s, self._all_lost_s, self._doubt_s = node_lost_s, all_lost_s, doubt_s
         self._heard_s: float | None = None
         # The last heartbeats of nodes that fall silent together are not of one moment.
@@ -97,7 +96,10 @@ class NodeWatch:
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from the next look on."""
         self._node_lost_s, self._doubt_s = config.node_lost_s, config.node_doubt_s
-        self._remote_lost_s = config.remote_lost_s
+
+    @property
+    def _remote_lost_s(self) -> float:
+        return 3 * self._doubt_s / 10
 
     def register(self, now: float, node: int) -> None:
         """Begin to watch a node whose agent has said hello."""

@@ -25,6 +25,8 @@ IO_RATE = 16384.0
 """Above so many bytes a second, too."""
 MOVES_MIN = 5
 """Before so many collectives were seen to move, a script without steps is at its first one."""
+STARTUP = 2.0
+"""Before the first collective or step, silence may last this many times `phase_allowance_s`."""
 SLACK = 1.5
 """How much longer than ever before a known phase or silence may last."""
 UNEXPECTED_SLACK = 2.5
@@ -265,7 +267,7 @@ class RankWatch:
         if self.stopped:
             return floor_s + self.cadence.typical_s, "a stopped process"
         if not self.instrumented or phase == "finished":
-            return config.startup_allowance_s, "before the first, or after the last, step"
+            return STARTUP * config.phase_allowance_s, "before the first, or after the last, step"
         base_s = floor_s + self.cadence.usual_s
         trains = phase in _START_PHASES and self.moves >= MOVES_MIN
         if phase in LONG_PHASES and not trains:

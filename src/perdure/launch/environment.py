@@ -148,7 +148,7 @@ def rank_environment(
         "TORCHELASTIC_RESTART_COUNT": str(assignment.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.restart.max_restarts),
         "ROLE_NAME": spec.env.get("ROLE_NAME", "default"),
-        "TORCHELASTIC_RUN_ID": spec.run_id or spec.name,
+        "TORCHELASTIC_RUN_ID": spec.env.get("TORCHELASTIC_RUN_ID") or spec.name,
         "TORCHELASTIC_USE_AGENT_STORE": str(assignment.agent_store),
         "TORCHELASTIC_ERROR_FILE": paths.error_file(generation, rank),
         "PERDURE_JOB": spec.name,

@@ -56,7 +56,7 @@ def collect_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float
 
 def _remind_of_budget(record: LaunchRecord, now_s: float) -> list[Reminder]:
     teardown = record.profile.teardown
-    budget = record.budget or teardown.budget
+    budget = teardown.budget
     if not budget:
         return []
     hours, cost = compute_cost(record, now_s)

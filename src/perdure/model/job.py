@@ -18,10 +18,9 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     hang_floor_s: Seconds = 1.0
     """A rank is never suspected before this long without progress, however short its steps."""
-    startup_allowance_s: Seconds = 120.0
-    """Silence allowed before the first collective or step of a generation."""
     phase_allowance_s: Seconds = 60.0
-    """Silence allowed in a phase never seen to end before: first step, first evaluation."""
+    """Seconds of silence allowed in a phase never seen to end before: first step, first evaluation.
+    Twice as long before the first collective or step of a generation."""
     quiet_action_s: Seconds | None = None
     """A suspected rank of which nothing moves (CPU, I/O, stack) is acted upon after this long;
     without a number by certainty: after the process group's own time-out (docs/verdicts.md)."""
@@ -31,11 +30,9 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     node_lost_s: Seconds = 15.0
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
     node_doubt_s: Seconds = 3.0
-    """The same where an elastic world has broken, too: its ranks' peers saw connections end, which
-    the end of no rank explains."""
-    remote_lost_s: Seconds = 0.9
-    """The same for a node from elsewhere (`remote`) whose ranks' peers saw connections end: nobody
-    else sees its processes end. Silence alone counts after `node_lost_s`, as everywhere."""
+    """The same if an elastic world has broken, too: its ranks' peers saw connections end, which the
+    end of no rank explains. Three tenths of it for a node from elsewhere (`remote`) whose ranks'
+    peers saw connections end: nobody else sees its processes end."""
     comm_action_s: Seconds | None = None
     """A hang of communication whose link or node is known is acted upon after this long; without a
     number after 10 s where the kernel's TCP or a probe says so, and else by certainty."""
@@ -112,9 +109,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     comm_hang: Response = "evict"
     """Ranks wait for one another, and none computes: a link, an interface or a node."""
     compute_hang: Response = "restart"
-    """One rank never arrives."""
-    early_exit: Response = "restart"
-    """One rank ended with exit code 0 while others wait for it."""
+    """One rank never arrives, or ended with exit code 0 while others wait for it."""
     comm_slow: Response = "evict"
     """A slow link or node; see `evict_factor` and `payback_s`."""
     straggler: Response = "evict"
@@ -363,9 +358,6 @@ class LaunchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Folders in the project that are results: pulled and verified like the checkpoints."""
     gpus: Count = 0
     """GPUs that the job holds alone on a machine; 0: `nproc`, where there are any."""
-    budget: Annotated[float, Meta(ge=0)] = 0.0
-    """A launched job that has cost so much (hours by the profile's `price_per_hour`) is called to
-    mind; 0: as the profile's `teardown.budget` has it. Nothing is stopped by it."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -398,7 +390,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cwd: str = "."
     """Working directory of the ranks; relative to that of `perdure run`."""
     env: dict[str, str] = {}
-    """Added to the environment of every rank. `ROLE_NAME` is `default` if it is not here."""
+    """Added to the environment of every rank. Without them here, `ROLE_NAME` is
+    `default`, and `TORCHELASTIC_RUN_ID` is the job's name."""
     cold: bool = False
     """Start ranks by exec instead of forking them from a warm image."""
     log_dir: str = ""
@@ -408,8 +401,6 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     observe: bool = False
     """Everything is seen, recorded and reported, and nothing is ever acted upon: no restart, no
     eviction, no probe. What would have been done is journaled. A rank that dies ends the job."""
-    run_id: str = ""
-    """TORCHELASTIC_RUN_ID; empty means the job's name."""
     detect: DetectConfig = DetectConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()

@@ -16,7 +16,7 @@ from perdure.model.verdicts import Verdict, VerdictKind
 _FIELDS: dict[VerdictKind, str] = {
     "CommHang": "comm_hang",
     "ComputeHang": "compute_hang",
-    "EarlyExit": "early_exit",
+    "EarlyExit": "compute_hang",
     "CommSlow": "comm_slow",
     "Straggler": "straggler",
     "HostBusy": "straggler",

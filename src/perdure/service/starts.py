@@ -34,7 +34,7 @@ _CLEAR = frozenset({
 })  # fmt: skip
 """Variables whose values are written down. perdure writes down a keyed hash of all others."""
 _SESSION = frozenset({"_", "COLUMNS", "DISPLAY", "INVOCATION_ID", "JOURNAL_STREAM", "LINES"})
-_SESSION |= {"OLDPWD", "PWD", "SHLVL", "STY", "WINDOWID"}
+_SESSION |= {"OLDPWD", "PWD", "SHLVL", "STY", "TORCHELASTIC_RUN_ID", "WINDOWID"}
 _OF_SESSION = "DBUS_", "PERDURE_", "PET_", "SLURM_", "SSH_", "TERM", "TMUX", "VSCODE_", "XDG_"
 """Names of variables that differ from one login, or one attempt, to the next."""
 

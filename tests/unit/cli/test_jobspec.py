@@ -54,17 +54,20 @@ def test_an_empty_option_is_given_all_the_same(
     tmp_path: Path, options: dict[str, str], message: str
 ) -> None:
     """`perdure run -c job.toml "$SCRIPT"` without that variable ran the file's own script."""
-    config = write(tmp_path, 'name="a"\nscript="x.py"\nlog_dir="logs"\nrun_id="r"\n')
+    config = write(tmp_path, 'name="a"\nscript="x.py"\nlog_dir="logs"\n')
     with pytest.raises(ConfigError, match=message):
         make_spec(RunOptions(config=config, **options))
-    spec, _, _ = make_spec(RunOptions(config=config, log_dir="", rdzv_id=""))
-    assert (spec.log_dir, spec.run_id) == ("", "")
+    spec, _, _ = make_spec(RunOptions(config=config, log_dir=""))
+    assert spec.log_dir == ""
 
 
-def test_a_role_is_a_variable_of_every_rank() -> None:
-    """It was a field of the job that nothing read: ROLE_NAME was always `default`."""
-    spec, _, _ = make_spec(RunOptions(script="x.py", role="trainer", env=["A=1"]))
-    assert spec.env == {"A": "1", "ROLE_NAME": "trainer"}
+def test_a_role_and_an_id_of_the_run_are_variables_of_every_rank() -> None:
+    """The role was a field of the job that nothing read: ROLE_NAME was always `default`."""
+    options = RunOptions(script="x.py", role="trainer", rdzv_id="r", env=["A=1"])
+    spec, _, _ = make_spec(options)
+    assert spec.env == {"A": "1", "ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "r"}
+    spec, _, _ = make_spec(RunOptions(script="x.py", rdzv_id="none"))
+    assert spec.env == {}
 
 
 def test_an_empty_server_is_none(tmp_path: Path) -> None:
@@ -251,9 +254,17 @@ def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
         ('script="x"\nargs=["a\\u0000"]', "line 2: args.0: a text with a NUL in it", "NUL"),
         ('script="x"\n[env]\n"A\\u0000"="1"', "env.A\x00: a text with a NUL in it", "NUL"),
         ("nproc=2", "no script", "SCRIPT"),
-        ('script="x"\n[launch]\nbudget=inf', "line 3: launch.budget: inf is not finite", "number"),
-        ('script="x"\n[launch]\nbudget=nan', "line 3: launch.budget: nan is not finite", "number"),
-        ('script="x"\n[launch]\nbudget=-1.0', "launch.budget: Expected `float` >= 0", ""),
+        (
+            'script="x"\n[tracking]\nevery_s=inf',
+            "line 3: tracking.every_s: inf is not finite",
+            "number",
+        ),
+        (
+            'script="x"\n[tracking]\nevery_s=nan',
+            "line 3: tracking.every_s: nan is not finite",
+            "number",
+        ),
+        ('script="x"\n[tracking]\nevery_s=-1.0', "tracking.every_s: Expected `float` > 0", ""),
         ('script="x"\n[restart]\nwindow_s=inf', "restart.window_s: inf is not finite", ""),
         ('script="x"\n[restart]\nwindow_s=1e300', "restart.window_s: 1e+300 is too large", "1e+09"),
         (f'script="x"\nnproc={10**30}', f"line 2: nproc: {10**30} is too large", "9e+15"),

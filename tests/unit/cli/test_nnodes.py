@@ -144,7 +144,7 @@ def test_the_job_has_a_place_for_each_other_node(tmp_path: Path) -> None:
     given: dict[str, Any] = {"script": script, "nproc": "8", "rdzv_endpoint": "host0:29500"}
     spec, named, notes = make_spec(RunOptions(nnodes="3", rdzv_id="big", **given))
     assert (spec.nodes, spec.remote, spec.local_nodes, spec.world_size) == (3, 2, 1, 24)
-    assert (named, spec.run_id, notes) == (False, "big", [])
+    assert (named, spec.env, notes) == (False, {"TORCHELASTIC_RUN_ID": "big"}, [])
     spec, _, _ = make_spec(RunOptions(nnodes="2:5", spares=8, **given))
     assert (spec.nodes, spec.nodes_max, spec.remote, spec.local_nodes) == (2, 5, 5, 1)
 

@@ -14,7 +14,7 @@ from perdure.model.signals.progress import NodeBeat, RankAccount
 
 def watch() -> NodeWatch:
     """Nodes 0 and 1 are here, 2 and 3 elsewhere."""
-    return NodeWatch(15.0, 60.0, remote_lost_s=0.9, local_nodes=2)
+    return NodeWatch(15.0, 60.0, local_nodes=2)
 
 
 def beat(nodes: NodeWatch, now: float, *numbers: int) -> list[int]:

@@ -39,7 +39,7 @@ def make_profile(**values: object) -> Profile:
 
 
 def test_all_of_a_start_is_below_its_own_name() -> None:
-    launch = LaunchConfig(project="/p", secrets=("HF_TOKEN", "WANDB_API_KEY"), budget=5.0)
+    launch = LaunchConfig(project="/p", secrets=("HF_TOKEN", "WANDB_API_KEY"))
     spec = JobSpec(
         name="gpt", script="train.py", nodes=2, launch=launch, env={"WANDB_API_KEY": "k"}
     )

@@ -34,7 +34,7 @@ def test_the_role_is_what_the_job_says() -> None:
 
 
 def test_ranks_of_several_nodes() -> None:
-    spec = JobSpec(name="j", script="s.py", nproc=3, nodes=2, run_id="my-run")
+    spec = JobSpec(name="j", script="s.py", nproc=3, nodes=2, env={"TORCHELASTIC_RUN_ID": "my-run"})
     env = make(spec, 4)
     assert (
         env

@@ -205,9 +205,7 @@ def _keep_account(
     since_s = record.launched_s
     if before and not before.torn_down_s and _place(before.profile) == _place(record.profile):
         since_s = before.billed_since_s or before.launched_s
-    return msgspec.structs.replace(
-        record, billed_since_s=since_s, budget=spec.launch.budget, alerts=spec.alerts
-    )
+    return msgspec.structs.replace(record, billed_since_s=since_s, alerts=spec.alerts)
 
 
 def _runs_there(plan: "Plan", place: "Here") -> bool:

@@ -55,7 +55,6 @@ _PATHS = {
 _FIELDS = {
     **dict.fromkeys(("script", "name", "nodes", "spares", "remote", "log_dir")),
     **dict.fromkeys(("module", "no_python", "cold", "observe")),
-    "rdzv_id": "run_id",
     "own": "checkpoint.own",
     "max_restarts": "restart.max_restarts",
     "shutdown_timeout": "restart.grace_s",
@@ -318,8 +317,6 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         for option, field in _FIELDS.items()
         if (value := getattr(options, option)) is not None and value is not False
     }
-    if given.get("run_id") == "none":  # Which is torchrun's default.
-        del given["run_id"]
     # `--nats "$NATS"` of a variable that is not set names no server; a name or script is given so.
     said = {field.rpartition(".")[0] for field, value in given.items() if value != ""}
     for field, value in given.items():
@@ -334,11 +331,12 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         document["args"] = list(options.args or ())
     if options.torchft and not document.get("torchft", {}).get("replicas"):
         document["torchft"] = {**document.get("torchft", {}), "replicas": 2}
-    given_env = list(options.env or ())
-    if options.role is not None:
-        given_env.append(f"ROLE_NAME={options.role}")
-    if given_env:
-        pairs = [pair.partition("=") for pair in given_env]
+    named = {"ROLE_NAME": options.role, "TORCHELASTIC_RUN_ID": options.rdzv_id}
+    if named["TORCHELASTIC_RUN_ID"] == "none":  # Which is torchrun's default.
+        del named["TORCHELASTIC_RUN_ID"]
+    variables = [*(options.env or ()), *(f"{k}={v}" for k, v in named.items() if v is not None)]
+    if variables:
+        pairs = [pair.partition("=") for pair in variables]
         bad = next((key + sep for key, sep, _ in pairs if not key or not sep), None)
         if bad is not None:
             raise ConfigError(f"--env {bad}: no `=`", hint="--env NAME=VALUE")

@@ -87,7 +87,7 @@ def isolate_elsewhere(spec: JobSpec, name: str) -> JobSpec:
     return structs.replace(
         isolate(spec, name, project, project, Path()),
         nodes_max=spec.nodes_max,
-        launch=structs.replace(spec.launch, secrets=secrets, budget=0.0),
+        launch=structs.replace(spec.launch, secrets=secrets),
     )
 
 

@@ -103,8 +103,6 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a person has let go of by a flag, with the time."""
     billed_since_s: float = 0.0
     """Unix time of the first launch to this very place; 0 in records of an older perdure."""
-    budget: float = 0.0
-    """What the job may cost before it is called to mind; 0: as the profile has it."""
     alerts: AlertsConfig = AlertsConfig()
     """Whom the job's file names for alerts: reminders go there as well."""
 
