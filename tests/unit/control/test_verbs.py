@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from tests.unit.control.driver import Driver, one, started
 from tests.unit.control.test_placement import start
 
 from perdure.control.job import JobState
+from perdure.control.machine import Controller
 from perdure.control.steering.verbs import preview_verb
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
@@ -548,3 +550,24 @@ def test_a_restart_names_a_rank_that_there_is() -> None:
     (decided,) = driver.controller.facts(driver.now)
     assert isinstance(decided, FailureDecided)
     assert decided.culprit == "rank 1"
+
+
+def test_a_journal_in_which_a_setting_was_changed_that_is_gone_is_read() -> None:
+    """Its world goes on without the change; the next one is made as always."""
+    driver = start()
+    driver.do(KeysDeclared(generation=driver.controller.state.generation, keys=()))
+    sent = one(ask(driver, "set", changes={"detect.hang_floor_s": 2.0}, id_="set"), SendBoundary)
+    agree(driver, sent)
+    hold(driver, sent)
+    assert driver.controller.state.the_spec().detect.hang_floor_s == 2.0
+    later = Controller()
+    for now, event in driver.log:
+        gone = isinstance(event, CommandReceived) and event.id == "set"
+        more = {"args": {"changes": {"detect.gone_s": 2.0}}} if gone else {}
+        later.handle(now, msgspec.structs.replace(event, **more))
+    assert later.state.the_spec() == driver.spec
+    driver.controller = later
+    sent = one(ask(driver, "set", changes={"detect.hang_floor_s": 3.0}), SendBoundary)
+    agree(driver, sent)
+    hold(driver, sent)
+    assert later.state.the_spec().detect.hang_floor_s == 3.0
