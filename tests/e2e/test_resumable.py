@@ -88,8 +88,7 @@ def test_checkpoint_by_signal_and_by_command_and_stop_then_resume(
     damaged = flip_a_bit_of_the_newest(job.folder / "checkpoints")
     (trail / "hurry").touch()
     hold_at(trail, -1)
-    again = start("killed", "-n", "2", "-c", str(tmp_path / "killed.toml"))
-    assert again.wait() == 0, again.text()
+    job.cli("resume", "killed")  # By the same job file.
     check_equal(tmp_path, STEPS, 2)
     for command in ("status", "diagnose", "report"):
         told = job.cli(command, "killed").stdout

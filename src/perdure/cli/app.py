@@ -61,7 +61,7 @@ def load_command(name: str) -> Any:
         app.command(name, context_settings=getattr(module, "CONTEXT", None))(function)
     app.callback()(_global)
     command = typer.main.get_group(app).commands[name]
-    _check_numbers(command)
+    _check_options(command)
     return command
 
 
@@ -169,20 +169,32 @@ def _rename(args: Sequence[str]) -> Sequence[str]:
     return now
 
 
-def _check_numbers(command: Any) -> None:
-    """Have a command, or each of a group, refuse options whose numbers cannot be taken.
+def _check_options(command: Any) -> None:
+    """Have a command, or each of a group, refuse options that it cannot take as they are given.
 
-    `min=0` lets both infinity and what is no number pass.
+    `min=0` lets both infinity and what is no number pass. An option whose help begins with "With
+    --other:" or "Without JOB:" does nothing otherwise.
     """
     for inner in getattr(command, "commands", {}).values():
-        _check_numbers(inner)
+        _check_options(inner)
     invoke = command.invoke
 
     def check(context: Any) -> Any:
+        given = [
+            p for p in command.params if context.get_parameter_source(p.name).name != "DEFAULT"
+        ]
+        words = {word for param in given for word in (*param.opts, *param.secondary_opts)}
         for param in command.params:
             _, why = find_bad_value(context.params.get(param.name))
             if why:
                 raise typer.BadParameter(why, ctx=context, param=param)
+        for param in given:
+            rule, _, _ = (getattr(param, "help", None) or "").partition(":")
+            others = rule.replace(",", "").split()
+            if rule.startswith("With --") and words.isdisjoint(others):
+                raise UsageError(f"{param.opts[0]} goes with {rule[5:]}", ctx=context)
+            if rule == "Without JOB" and "job" in words:
+                raise UsageError(f"{param.opts[0]} goes without JOB", ctx=context)
         return invoke(context)
 
     command.invoke = check

@@ -66,7 +66,7 @@ PANELS: dict[str, dict[str, Entry]] = {
             "steering.act", "Change settings of a running job, on all ranks from one step on."
         ),
         "pause": Entry("steering.act", "Have all ranks stand still before the same step."),
-        "resume": Entry("steering.act", "Let a paused job go on."),
+        "resume": Entry("steering.act", "Let a paused job go on, or start an ended one again."),
         "checkpoint": Entry("steering.act", "Save a checkpoint at a step that all ranks agree on."),
         "stop": Entry("steering.act", "End the job, after a checkpoint at an agreed step."),
         "restart": Entry(

@@ -55,11 +55,8 @@ def submit(plan: LocalPlan) -> int:
     Raises:
         PlatformError: a file cannot be written, or the command not started.
     """
+    write_files(plan)
     try:
-        for path, content in plan.files.items():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(content)
         with open(plan.log, "wb") as output:
             process = subprocess.Popen(
                 plan.command,
@@ -71,9 +68,28 @@ def submit(plan: LocalPlan) -> int:
                 start_new_session=True,
             )
     except OSError as error:
-        raise PlatformError(
-            f"cannot start job {plan.job}: {error.strerror}: {error.filename}",
-            hint="choose another state directory with PERDURE_HOME",
-        ) from error
+        raise _explain(plan, error) from error
     process.returncode = 0  # it outlives us: nobody waits for it here
     return process.pid
+
+
+def write_files(plan: LocalPlan) -> None:
+    """Write what `plan` has to be on the disk.
+
+    Raises:
+        PlatformError: a file cannot be written.
+    """
+    try:
+        for path, content in plan.files.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(content)
+    except OSError as error:
+        raise _explain(plan, error) from error
+
+
+def _explain(plan: LocalPlan, error: OSError) -> PlatformError:
+    return PlatformError(
+        f"cannot start job {plan.job}: {error.strerror}: {error.filename}",
+        hint="choose another state directory with PERDURE_HOME",
+    )

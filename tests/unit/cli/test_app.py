@@ -154,3 +154,26 @@ def test_a_drill_of_a_script_says_where_its_job_file_comes_from(
     err = capsys.readouterr().err
     assert "train.py is a script, and a drill is of a job file" in err
     assert "hint: perdure init train.py" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("status j --watch", "--watch goes with --devices"),
+        ("status --host box", "--host goes with --port"),
+        ("status j --running", "--running goes without JOB"),
+        ("status j --remind", "--remind goes without JOB"),
+        ("launch --torch 2.13.0 job.toml", "--torch goes with --write-image"),
+        ("launch --no-compile job.toml", "--compile goes with --write-image"),
+        ("launch --out d job.toml", "--out goes with --dry-run"),
+        ("teardown j --yes", "--yes goes with --forget"),
+        ("metrics j --host 0.0.0.0", "--host goes with --port"),
+        ("metrics j --no-run-log", "--run-log goes with --tensorboard, --wandb or --mlflow"),
+        ("node invite j --end-login", "--end-login goes with --revoke"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(line.split()) == 2
+    assert f"perdure: error: {said}\n" in capsys.readouterr().err

@@ -70,18 +70,22 @@ def status(
         typer.Option("--host", metavar="ALIAS", help="With --port: the box. Default: the first."),
     ] = None,
     running: Annotated[
-        bool, typer.Option("--running", "-r", help="List only jobs that run.")
+        bool, typer.Option("--running", "-r", help="Without JOB: list only jobs that run.")
     ] = False,
     show_all: Annotated[
-        bool, typer.Option("--all", "-a", help="List also jobs that ended long ago.")
+        bool, typer.Option("--all", "-a", help="Without JOB: list also jobs that ended long ago.")
     ] = False,
     clean: Annotated[
-        bool, typer.Option("--clean", help="End what jobs without a `perdure run` have left.")
+        bool,
+        typer.Option(
+            "--clean", help="Without JOB: end what jobs without a `perdure run` have left."
+        ),
     ] = False,
     remind: Annotated[
         bool,
         typer.Option(
-            "--remind", help="Ask all boxes what costs money for nothing, and alert; for cron."
+            "--remind",
+            help="Without JOB: ask all boxes what costs money for nothing, and alert; for cron.",
         ),
     ] = False,
     as_json: Json = False,

@@ -23,6 +23,14 @@ _NICE = 10
 _SPARED_LAST = 800
 """Of such a process: where memory runs out, the kernel is to kill it before any rank."""
 
+RunLog = Annotated[
+    bool,
+    typer.Option(
+        "--run-log/--no-run-log",
+        help="With --tensorboard, --wandb or --mlflow: values of run.log as well.",
+    ),
+]
+
 
 def metrics(
     job: JobName,
@@ -30,7 +38,9 @@ def metrics(
         int | None,
         typer.Option("--port", min=0, max=65535, help="Serve /metrics until the job has ended."),
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to serve on.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="With --port: address to serve on.")
+    ] = "127.0.0.1",
     ranks_max: Annotated[
         int, typer.Option("--ranks-max", min=0, help="With more ranks, figures are by node.")
     ] = RANKS_MAX,
@@ -52,9 +62,7 @@ def metrics(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Tell one tracker until the job has ended.")
     ] = False,
-    run_log: Annotated[
-        bool, typer.Option("--run-log/--no-run-log", help="Trackers get run.log's values as well.")
-    ] = True,
+    run_log: RunLog = True,
     curves: Annotated[
         bool, typer.Option("--curves", help="Print run.log: a line for some steps of a name.")
     ] = False,

@@ -70,6 +70,11 @@ class Stream:
             lines = data[:whole].removesuffix(b"\n").split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
 
+    def describe(self, line: str) -> dict[str, Any]:
+        """Return one of its lines as a document."""
+        place = {"generation": self.generation, "rank": self.rank, "stream": self.name}
+        return place | {"text": line}
+
     def _is_cut_off(self, length: int, end: int) -> bool:
         """Return whether what follows the next `length` bytes is not kept."""
         from perdure.files.rotation import read_piece
@@ -120,6 +125,9 @@ def logs(
             f"who came and left: perdure logs {job} --part lighthouse"
         )
         return
+    if part is not None and (rank is not None or generation is not None or every):
+        hint = f"perdure logs {job} --part {part}"
+        raise ConfigError("--part has no ranks and no generations", hint=hint)
     if rank is not None and rank >= found.spec.world_size:
         raise ConfigError(
             f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
@@ -150,14 +158,7 @@ def logs(
             stream = known.setdefault(fresh.path, fresh)
             for line in stream.read(last=last):
                 if as_json:
-                    print_json(
-                        {
-                            "generation": stream.generation,
-                            "rank": stream.rank,
-                            "stream": stream.name,
-                            "text": line,
-                        }
-                    )
+                    print_json(stream.describe(line))
                 else:
                     print_output(line, f"[rank {stream.rank}] " if prefixed else "")
 
@@ -166,6 +167,14 @@ def logs(
         sys.stdout.flush()
         time.sleep(POLL_S)
     poll(True)
+    if generation is not None and not known:
+        raise _find_missing(generation, folder)
+
+
+def _find_missing(generation: int, folder: str) -> ConfigError:
+    newest = max((s.generation for s in list_streams(folder)), default=-1)
+    hint = f"the newest that has is {newest}" if newest >= 0 else "no generation has yet"
+    return ConfigError(f"generation {generation} has written nothing", hint=hint)
 
 
 def events(

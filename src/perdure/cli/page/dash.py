@@ -61,9 +61,13 @@ def dash(
         bool, typer.Option("--operate", help="The address also lets others steer.")
     ] = False,
     cert: Annotated[
-        Path | None, typer.Option("--cert", metavar="FILE", help="Certificate, for TLS.")
+        Path | None,
+        typer.Option("--cert", metavar="FILE", exists=True, help="Certificate, for TLS."),
     ] = None,
-    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="Its key.")] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option("--key", metavar="FILE", exists=True, help="With --cert: its key."),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: Json = False,
 ) -> int:

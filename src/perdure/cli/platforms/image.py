@@ -22,7 +22,7 @@ Torch = Annotated[
     typer.Option(
         "--torch",
         metavar="VERSION",
-        help=f"Torch in the image, such as 2.13.0+cu130; {NO_TORCH}: the base has it. "
+        help=f"With --write-image: its torch, such as 2.13.0+cu130; {NO_TORCH}: the base has it. "
         "[default: the torch of this machine]",
     ),
 ]
@@ -31,14 +31,14 @@ Wheel = Annotated[
     typer.Option(
         "--wheel",
         metavar="FILE",
-        help="perdure itself in the image. [default: made of this installation]",
+        help="With --write-image: perdure itself. [default: made of this installation]",
     ),
 ]
 Compiles = Annotated[
     bool,
     typer.Option(
         "--compile/--no-compile",
-        help="Compile the recorder of the image, with the g++ of a Debian or Ubuntu base.",
+        help="With --write-image: compile the recorder, with the g++ of a Debian or Ubuntu base.",
     ),
 ]
 

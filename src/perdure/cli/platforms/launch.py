@@ -65,11 +65,16 @@ def launch(
     image: WriteImage = None,
     torch: Torch = None,
     base: Annotated[
-        str, typer.Option("--base", metavar="IMAGE", help="Image on which the image is built.")
+        str,
+        typer.Option(
+            "--base", metavar="IMAGE", help="With --write-image: image on which it is built."
+        ),
     ] = IMAGE_BASE,
     tag: Annotated[
         str | None,
-        typer.Option("--tag", metavar="NAME", help="Name of the image. [default: perdure:VERSION]"),
+        typer.Option(
+            "--tag", metavar="NAME", help="With --write-image: its name. [default: perdure:VERSION]"
+        ),
     ] = None,
     wheel: Wheel = None,
     compiles: Compiles = True,

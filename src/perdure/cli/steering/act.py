@@ -6,10 +6,12 @@ machine.
 """
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import typer
@@ -403,9 +405,40 @@ def pause(job: JobName, why: Why = "", timeout_s: Timeout = 300.0, as_json: Json
 
 
 def resume(job: JobName, timeout_s: Timeout = 60.0, as_json: Json = False) -> None:
-    """Let a paused job go on."""
-    result = send_command(find_job(job), "resume", {}, timeout_s=timeout_s)
+    """Let a paused job go on, or start an ended one again.
+
+    A job that has ended is started as `perdure run` started it, with the same script and options,
+    and goes on from its newest checkpoint. The command then stays, as `perdure run` does.
+    """
+    found = find_job(job)
+    if not found.alive:
+        _start_again(found, as_json)
+    result = send_command(found, "resume", {}, timeout_s=timeout_s)
     _answer(job, result, f"goes on at step {result.get('step', '?')}", as_json)
+
+
+def _start_again(job: Job, as_json: bool) -> NoReturn:
+    """Become the `perdure run` of a job that has ended.
+
+    Raises:
+        ConfigError: more than this command started it.
+        PlatformError: the state directory cannot be written.
+    """
+    from perdure.launch.local import render, write_files
+    from perdure.service.jobfiles import load_parts
+
+    parts = load_parts(job.paths)
+    place = "Slurm" if parts and parts.slurm else parts.host if parts else ""
+    if place not in ("", socket.gethostname()) or job.spec.remote:
+        where = f" on {place}" if place not in ("", socket.gethostname()) else ", with other nodes"
+        raise ConfigError(
+            f"job `{job.name}` has ended{where}", hint="start it again as it was started there"
+        )
+    plan = render(job.spec, job.home)
+    write_files(plan)
+    os.chdir(plan.cwd)
+    words = (*plan.command, *(["--json"] if as_json else []))
+    os.execve(words[0], words, {**os.environ, **plan.env})
 
 
 def _answer(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
