@@ -428,11 +428,11 @@ def _start_again(job: Job, as_json: bool) -> NoReturn:
     from perdure.service.jobfiles import load_parts
 
     parts = load_parts(job.paths)
-    place = "Slurm" if parts and parts.slurm else parts.host if parts else ""
-    if place not in ("", socket.gethostname()) or job.spec.remote:
-        where = f" on {place}" if place not in ("", socket.gethostname()) else ", with other nodes"
+    elsewhere = parts and (parts.slurm or parts.host not in ("", socket.gethostname()))
+    if elsewhere or job.spec.remote or "JOB_DIR" in os.environ:  # Which a launched job has.
         raise ConfigError(
-            f"job `{job.name}` has ended{where}", hint="start it again as it was started there"
+            f"job `{job.name}` has ended, and more than a `perdure run` here started it",
+            hint="the same `perdure launch`, `sbatch`, or `perdure run --nnodes` starts it again",
         )
     plan = render(job.spec, job.home)
     write_files(plan)
