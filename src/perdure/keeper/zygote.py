@@ -56,10 +56,16 @@ OWN = (
     "perdure.worker.attach",
     "perdure.worker.run",
     "perdure.worker.checkpoint",
+    "perdure.worker.data",
     "perdure.worker.native.preload",
-    "perdure.worker.torchft",
+    "perdure.worker.start.unloadable",
+    "perdure.worker.torchft.listening",
+    "perdure.worker.torchft.manager",
+    "encodings.idna",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
 )
-"""perdure's parts inside a rank."""
+"""perdure's parts inside a rank, and what torch imports in training."""
 
 KEPT = frozenset({
     "logging", "multiprocessing.process", "numpy", "tempfile", "torch", "torch._dynamo",
