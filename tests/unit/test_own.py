@@ -15,6 +15,7 @@ from perdure.files.own import (  # noqa: E402
     choose_place,
     copy_whole,
     examine,
+    examine_alone,
     find_newest,
     find_root,
     list_declared,
@@ -161,6 +162,40 @@ def test_a_folder_of_deepspeed_without_a_file_of_each_rank_is_torn(
     assert examine(str(path), [str(older)]).state == "whole", "another node has the file"
 
 
+@pytest.mark.parametrize("ranks", ["2", 2.0, None, [2]])
+def test_a_state_of_deepspeed_that_is_not_understood_is_not_torn(
+    tmp_path: Path, ranks: object
+) -> None:
+    path = make(tmp_path, "DeepSpeed", 20)
+    torch.save({"dp_world_size": ranks}, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path)).state == "whole"
+    torch.save([ranks], path / "mp_rank_00_model_states.pt")
+    assert examine(str(path)).state == "whole"
+
+
+def test_a_pipeline_of_deepspeed_is_whole(tmp_path: Path) -> None:
+    """The files of its layers have no number of ranks, and their names sort first."""
+    path = make(tmp_path, "DeepSpeed", 20)
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path / "layer_00-model_00-model_states.pt")
+    torch.save({"dp_world_size": 1}, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path)).state == "whole"
+    torch.save({"dp_world_size": 2}, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path)).state == "torn"
+
+
+def test_only_the_first_group_of_mics_writes(tmp_path: Path) -> None:
+    path = make(tmp_path, "DeepSpeed", 20)
+    state = {"dp_world_size": 4, "ds_config": {"zero_optimization": {"mics_shard_size": 1}}}
+    torch.save(state, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path)).state == "whole"
+
+
+def test_a_large_number_of_ranks_takes_no_memory(tmp_path: Path) -> None:
+    path = make(tmp_path, "DeepSpeed", 20)
+    torch.save({"dp_world_size": 1 << 40}, path / "mp_rank_00_model_states.pt")
+    assert examine(str(path)).why.startswith("zero_pp_rank_1_mp_rank_00_optim_states.pt is missing")
+
+
 @pytest.mark.parametrize("tag", ["", "global_st"])
 def test_a_torn_latest_of_deepspeed_names_the_newest_whole_one_again(
     tmp_path: Path, tag: str
@@ -221,6 +256,42 @@ def test_what_cannot_be_read_is_not_torn(tmp_path: Path) -> None:
     assert examine(str(path)).state != "whole"
 
 
+def test_a_pipe_in_a_folder_is_no_empty_file(tmp_path: Path) -> None:
+    path = make(tmp_path, "Trainer", 3)
+    os.mkfifo(path / "queue.pt")
+    assert examine(str(path)).state == "whole"
+
+
+@pytest.mark.parametrize("name", ["run[1]", "what?", "*", "data.copy", "old.torn", "a\nb \udcff"])
+def test_the_jobs_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    cwd = tmp_path / name
+    whole, torn = (make(cwd / "out", "torch.save", step) for step in (1, 2))
+    torn.write_bytes(b"PK\x03\x04")
+    assert find_root("out/ckpt-*.pt", str(cwd)) == str(cwd / "out")
+    for pattern in ("out/ckpt-*.pt", "out/ckpt-2.pt", "*/ckpt-?.pt"):
+        assert list_torn(pattern, cwd) == [torn.name]
+    one, pattern = examine_alone(str(torn))
+    assert (one.state, list_declared(pattern, "/")) == ("torn", [str(torn), str(whole)])
+    assert find_newest(pattern, str(cwd))[1] == examine(str(whole))
+
+
+def test_checkpoints_of_an_unknown_format_cost_no_more_than_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(200):
+        (tmp_path / f"ckpt-{number}").mkdir()
+        (tmp_path / f"ckpt-{number}" / "own.format").write_text("a")
+    read, listed = os.listdir, list[str]()
+
+    def count(path: str) -> list[str]:
+        listed.append(path)
+        return read(path)
+
+    monkeypatch.setattr(os, "listdir", count)
+    assert find_newest("ckpt-*", str(tmp_path)) == ([], None)
+    assert len(listed) <= 200 * 32
+
+
 def test_a_folder_of_checkpoints_is_none(tmp_path: Path) -> None:
     """A pattern that is one level too high must not take the whole ones along."""
     out = tmp_path / "out"
@@ -276,6 +347,41 @@ def test_only_a_whole_file_is_copied(tmp_path: Path) -> None:
     assert not copy_whole(str(path), str(copy))
     assert copy.read_bytes() == before
     assert list(copy.parent.iterdir()) == [copy]
+
+
+def test_a_file_of_any_name_is_copied(tmp_path: Path) -> None:
+    path, copy = tmp_path / "state", tmp_path / "copy" / "state"
+    save_torch(path, 1)
+    assert copy_whole(str(path), str(copy))
+    assert copy.read_bytes() == path.read_bytes()
+
+
+def test_a_save_in_progress_is_not_copied_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, "torch.save", 1)
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a copy began")
+
+    monkeypatch.setattr("perdure.files.own.fcntl.ioctl", refuse)
+    assert not copy_whole(str(path), str(tmp_path / "copy"))
+
+
+def test_what_comes_late_changes_nothing(tmp_path: Path) -> None:
+    """The disk hung, and ranks were started: they may write the same files by now."""
+    path, copy = make(tmp_path, "torch.save", 1), tmp_path / "copy.pt"
+    assert copy_whole(str(path), str(copy))
+    path.write_bytes(b"PK\x03\x04")
+    target = tmp_path / "out.torn" / path.name
+    with pytest.raises(TimeoutError):
+        put_back(str(copy), str(path), str(target), 0.0)
+    with pytest.raises(TimeoutError):
+        set_aside(str(path), str(target), "", 0.0)
+    assert path.read_bytes() == b"PK\x03\x04"
+    assert not target.exists()
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, copy.name, "out.torn"}
 
 
 @pytest.mark.parametrize("form", FORMATS)

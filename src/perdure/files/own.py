@@ -14,11 +14,13 @@ import glob
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import re
 import shutil
 import stat
+import time
 import zipfile
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ COPY = ".copy"
 FILES_MAX = 20_000
 """Files of one checkpoint; more are not looked at."""
 METADATA_BYTES_MAX = 256 << 20
+_OLDER_MAX = 32
+"""Older checkpoints that one is compared with."""
 _STATE = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".distcp")
 _ZIP = b"PK\x03\x04"
 _FICLONE = 0x40049409
@@ -53,6 +57,10 @@ CHECKPOINT = re.compile(
 _DEEPSPEED = ("model_states.pt", "optim_states.pt")
 _RANKED = re.compile(r"((?:bf16_)?zero_pp_rank_)\d+(_mp_rank_\d+_(?:model|optim)_states\.pt)")
 """Files of which each data-parallel rank writes one."""
+_ENGINE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+"""Files with the engine's state; those of layers and of experts have none."""
+_ESCAPED = re.compile(r"\[([*?[])\]")
+"""A character that `glob.escape` made plain."""
 _NUMBERED = re.compile(r"checkpoint-\d+")
 _STEPS = ("optimizer", "scheduler.pt", "rng_state", "scaler.pt", "global_step")
 """Beginnings of names that the Trainer writes between its model and `trainer_state.json`."""
@@ -124,7 +132,7 @@ def _read_step(path: str) -> int:
 
 
 def list_files(folder: str) -> dict[str, os.stat_result]:
-    """Return the files of a folder and of those in it, by their path from there.
+    """Return the regular files of a folder and of those in it, by their path from there.
 
     Raises:
         OSError: a folder cannot be read, which says nothing of its files.
@@ -134,7 +142,9 @@ def list_files(folder: str) -> dict[str, os.stat_result]:
         for name in names:
             path = os.path.join(base, name)
             with contextlib.suppress(FileNotFoundError):  # It was a temporary name.
-                found[os.path.relpath(path, folder)] = os.stat(path)
+                status = os.stat(path)
+                if stat.S_ISREG(status.st_mode):
+                    found[os.path.relpath(path, folder)] = status
         if len(found) > FILES_MAX:
             raise ValueError(f"it has more than {FILES_MAX} files")
     return found
@@ -251,24 +261,32 @@ def _check_ranks(folder: str, files: Collection[str]) -> None:
     """Refuse a folder of DeepSpeed that lacks a rank's file.
 
     Rank 0 writes `latest` after its own files, and waits for no other rank's. A folder on a node's
-    own disk has the files of that node alone.
+    own disk has the files of that node alone. With MiCS only the first group of ranks writes.
 
     Raises:
         TornError: a file is missing.
     """
     kinds = {found.groups() for name in files if (found := _RANKED.fullmatch(name))}
-    states = [name for name in files if name.endswith(_DEEPSPEED[0])]
+    states = [name for name in files if _ENGINE.fullmatch(name)]
     if not kinds or not states:
         return
-    state: dict[str, Any] = {}
+    state: Any = None
     with contextlib.suppress(Exception):  # What it says is not understood.
         state = _read_archived(os.path.join(folder, min(states)))
-        if state["ds_config"].get("checkpoint", {}).get("use_node_local_storage"):
-            return
-    ranks = state.get("dp_world_size", 0)
-    for (before, after), rank in itertools.product(sorted(kinds), range(ranks)):
-        if (name := f"{before}{rank}{after}") not in files:
-            raise TornError(f"{name} is missing, which {ranks} ranks write one each of")
+    ranks = _look_up(state, "dp_world_size")
+    some = _look_up(state, "ds_config", "zero_optimization", "mics_shard_size") not in (None, -1)
+    local = _look_up(state, "ds_config", "checkpoint", "use_node_local_storage")
+    for before, after in sorted(kinds) if isinstance(ranks, int) and not some and not local else ():
+        for rank in range(ranks):
+            if (name := f"{before}{rank}{after}") not in files:
+                raise TornError(f"{name} is missing, which {ranks} ranks write one each of")
+
+
+def _look_up(document: Any, *keys: str) -> Any:
+    """Return what documents in one another have under `keys`; None if they have nothing."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document
 
 
 def _read_archived(path: str) -> Any:
@@ -362,14 +380,14 @@ def _name_format(files: Iterable[str]) -> str:
 
 
 def _list_last(folder: str, siblings: Sequence[str]) -> set[str]:
-    """Return the files of `_LAST` that all siblings with a name like this have."""
+    """Return the files of `_LAST` that the newest siblings with a name like this have."""
     kind = re.sub(r"\d+", "#", os.path.basename(folder))
-    found: set[str] | None = None
-    for sibling in siblings:
-        if re.sub(r"\d+", "#", os.path.basename(sibling)) == kind and os.path.isdir(sibling):
-            names = {name for name in os.listdir(sibling) if _LAST.fullmatch(name)}
-            found = names if found is None else found & names
-    return found or set()
+    alike = (one for one in siblings if re.sub(r"\d+", "#", os.path.basename(one)) == kind)
+    several = [
+        {name for name in os.listdir(one) if _LAST.fullmatch(name)}
+        for one in itertools.islice(filter(os.path.isdir, alike), _OLDER_MAX)
+    ]
+    return set.intersection(*several) if several else set()
 
 
 def _check_sharded(folder: str, files: Collection[str]) -> list[str]:
@@ -435,9 +453,18 @@ def find_root(pattern: str, cwd: str) -> str:
     >>> find_root("out/checkpoint-*", "/home/me")
     '/home/me/out'
     """
-    parts = os.path.normpath(os.path.join(cwd, os.path.expanduser(pattern))).split(os.sep)
-    plain = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    return os.sep.join(parts[:plain]) or os.sep
+    parts = _locate_pattern(pattern, cwd).split(os.sep)
+    plain = next((n for n, part in enumerate(parts) if _has_magic(part)), len(parts) - 1)
+    return _ESCAPED.sub(r"\1", os.sep.join(parts[:plain])) or os.sep
+
+
+def _locate_pattern(pattern: str, cwd: str) -> str:
+    """Return a pattern from the root of the file system; brackets in `cwd` are no wildcards."""
+    return os.path.normpath(os.path.join(glob.escape(cwd), os.path.expanduser(pattern)))
+
+
+def _has_magic(pattern: str) -> bool:
+    return glob.has_magic(_ESCAPED.sub("", pattern))
 
 
 def list_declared(pattern: str, cwd: str) -> list[str]:
@@ -445,9 +472,9 @@ def list_declared(pattern: str, cwd: str) -> list[str]:
 
     Symbolic links are left out.
     """
-    full = os.path.normpath(os.path.join(cwd, os.path.expanduser(pattern)))
-    found = [p for p in glob.glob(full) if not os.path.islink(p)]
-    found = [p for p in found if f"{TORN}/" not in p and f"{COPY}/" not in p]
+    length = len(find_root(pattern, cwd))
+    found = [p for p in glob.glob(_locate_pattern(pattern, cwd)) if not os.path.islink(p)]
+    found = [p for p in found if f"{TORN}/" not in p[length:] and f"{COPY}/" not in p[length:]]
     return sorted(found, key=lambda p: (_list_numbers(p), _read_time(p)), reverse=True)
 
 
@@ -467,18 +494,18 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
     A script may go by numbers or by time.
     """
     paths = list_declared(pattern, cwd)
-    torn: dict[str, OwnCheckpoint] = {}
+    places = {path: place for place, path in enumerate(paths)}
+    known: dict[str, OwnCheckpoint] = {}
     newest: OwnCheckpoint | None = None
     for order in (paths, sorted(paths, key=_read_time, reverse=True)):
         for path in order:
-            older = paths[paths.index(path) + 1 :]
-            exact = not glob.has_magic(pattern)
-            found = torn.get(path) or examine(path, older, exact=exact)
-            if found.state == "whole":
-                newest = newest or found
+            if path not in known:
+                exact = not _has_magic(pattern)
+                known[path] = examine(path, paths[places[path] + 1 :], exact=exact)
+            if known[path].state == "whole":
+                newest = newest or known[path]
                 break
-            if found.state == "torn":
-                torn[path] = found
+    torn = {path: found for path, found in known.items() if found.state == "torn"}
     judged = [one.path for one in (*torn.values(), newest) if one]
     for folder in sorted({os.path.dirname(path) for path in judged if _has_states(path)}):
         torn |= _check_latest(folder)
@@ -505,10 +532,10 @@ def _check_latest(folder: str) -> dict[str, OwnCheckpoint]:
 
 def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
     """Return the check of an undeclared checkpoint, and a pattern for the names like its own."""
-    folder, name = os.path.split(path)
-    paths = list_declared(_make_pattern(path), folder)
+    pattern = _make_pattern(path)
+    paths = list_declared(pattern, os.path.dirname(path))
     older = paths[paths.index(path) + 1 :] if path in paths else []
-    return examine(path, older), os.path.join(folder, re.sub(r"\d+", "*", name))
+    return examine(path, older), pattern
 
 
 def choose_place(path: str, root: str, cwd: str) -> str:
@@ -558,12 +585,13 @@ def _share_disk(one: str, other: str) -> bool:
     return True
 
 
-def set_aside(path: str, target: str, whole: str) -> None:
+def set_aside(path: str, target: str, whole: str, until_s: float = math.inf) -> None:
     """Move a torn checkpoint; DeepSpeed's `latest` and links name the `whole` one instead.
 
     `latest` is never missing if a whole one exists: without it, a script begins from step 0.
 
     Raises:
+        TimeoutError: the disk answered late (`until_s`, monotonic), and ranks may write again.
         OSError: it cannot be moved; it is where it was.
     """
     folder, name = os.path.split(path)
@@ -573,6 +601,7 @@ def set_aside(path: str, target: str, whole: str) -> None:
         like = os.path.join(folder, os.path.basename(whole if path == latest else path))
         found = find_newest(_make_pattern(like), folder)[1]
         whole = found.path if found else ""
+    _refuse_late(until_s)
     if path == latest and whole:
         shutil.copyfile(path, target)
         replace_file(latest, os.path.basename(whole).encode(), synced=True)
@@ -589,6 +618,11 @@ def set_aside(path: str, target: str, whole: str) -> None:
     if named and not whole:
         with contextlib.suppress(OSError):
             os.rename(latest, f"{target}.latest")
+
+
+def _refuse_late(until_s: float) -> None:
+    if time.monotonic() > until_s:
+        raise TimeoutError("it took too long")
 
 
 def _lead_links(path: str, whole: str) -> None:
@@ -623,13 +657,14 @@ def _make_pattern(path: str) -> str:
 # --- a copy of the last whole one ----------------------------------------------------------------
 
 
-def copy_whole(path: str, target: str) -> bool:
+def copy_whole(path: str, target: str, until_s: float = math.inf) -> bool:
     """Copy the file at `path` if it is whole; return whether `target` is a copy of it now.
 
     The copy shares the file's blocks if the file system can. A copy of a file that changed during
     the copy is dropped.
 
     Raises:
+        TimeoutError: the copy was not complete at `until_s` (monotonic).
         OSError: there is no room, or it cannot be read.
     """
     before = os.stat(path)
@@ -642,17 +677,22 @@ def copy_whole(path: str, target: str) -> bool:
         os.path.dirname(target), f".{os.urandom(4).hex()}-{os.path.basename(path)}"
     )
     try:
+        if not _check_file(path, before.st_size, any_name=True):
+            return False  # It would be copied once more after the save.
         with open_file(path, follow=True) as source, open(temporary, "wb") as copy:
             try:
                 fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())
             except OSError:
-                shutil.copyfileobj(source, copy, 4 << 20)
+                while chunk := source.read(4 << 20):
+                    _refuse_late(until_s)
+                    copy.write(chunk)
             copy.flush()
             os.fsync(copy.fileno())
         after = os.stat(path)
         same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
-        if not same or not _check_file(temporary, after.st_size):
+        if not same or not _check_file(temporary, after.st_size, any_name=True):
             return False
+        _refuse_late(until_s)
         os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
         os.replace(temporary, target)
         return True
@@ -663,13 +703,14 @@ def copy_whole(path: str, target: str) -> bool:
             os.unlink(temporary)
 
 
-def put_back(copy: str, path: str, target: str) -> bool:
+def put_back(copy: str, path: str, target: str, until_s: float = math.inf) -> bool:
     """Have the copy take the place of the torn file at `path`, which is kept at `target`.
 
     Return whether it does. `path` is never missing: without it, a script begins from step 0, and
     its first save overwrites the copy.
 
     Raises:
+        TimeoutError: the copy was not complete at `until_s` (monotonic).
         OSError: there is no room, or no copy.
     """
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -681,7 +722,7 @@ def put_back(copy: str, path: str, target: str) -> bool:
         shutil.copyfile(path, target)
     done = False
     try:
-        done = copy_whole(copy, path)
+        done = copy_whole(copy, path, until_s)
     finally:
         if not done:
             os.unlink(target)

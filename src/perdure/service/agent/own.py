@@ -33,6 +33,10 @@ log = logging.getLogger("perdure.agent")
 CHECK_S = 5.0
 """A check that takes longer finds nothing."""
 _SECOND_LOOK_S = 0.5
+_PUT_BACK_S = 50.0
+"""A copy that takes longer does not take the place of a torn file."""
+_LATE_S = 1.0
+"""Seconds in which a thread sees by itself that it is late: afterwards it changes nothing."""
 _COPY_S = 0.25
 _AWAY_S, _AWAY_AGAIN_S = 1.0, 30.0
 """Seconds between two looks for a new checkpoint, and after a copy that failed."""
@@ -117,14 +121,17 @@ class OwnCheckpoints:
                 if torn.mark not in [one.mark for one in again]:
                     return [f"{text}; another program is writing it, so that it stays there"]
             if not (instead := await self._put_back(torn.path, root, target, whole)):
-                async with asyncio.timeout(CHECK_S):
+                until_s = time.monotonic() + CHECK_S
+                async with asyncio.timeout(CHECK_S + _LATE_S):
                     await self._files.call(
-                        set_aside, torn.path, target, whole.path if whole else ""
+                        set_aside, torn.path, target, whole.path if whole else "", until_s
                     )
         except FileNotFoundError:
             return []
-        except (OSError, TimeoutError) as error:
-            return [f"{text}; it cannot be moved: {error}"]
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                self._files = FileThread()  # The old one may never return.
+            return [f"{text}; it cannot be moved: {str(error) or 'the disk does not answer'}"]
         text = f"{text}; moved to {self._shorten(target)}"
         if instead:
             return [f"{text}; {instead} takes its place"]
@@ -144,10 +151,11 @@ class OwnCheckpoints:
             copies[whole.path] = f"a copy of {self._shorten(whole.path)}"
         for copy, what in copies.items():
             try:
-                async with asyncio.timeout(10 * CHECK_S):
-                    if await self._files.call(put_back, copy, path, target):
+                async with asyncio.timeout(_PUT_BACK_S + _LATE_S):
+                    until_s = time.monotonic() + _PUT_BACK_S
+                    if await self._files.call(put_back, copy, path, target, until_s):
                         return f"{what}, {_render_age(os.stat(path).st_mtime)} old,"
-            except (OSError, TimeoutError) as error:
+            except OSError as error:
                 log.warning("no copy of %s: %s", path, error)
         return ""
 
