@@ -16,7 +16,8 @@ _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "
          "perf_counter", "monotonic", "dict", "list", "tuple", "copy", "get", "state_dict",
          "isnan", "isfinite", "log10", "zip", "range", "isinstance", "join", "items", "keys",
          "values", "enumerate", "any", "all", "hasattr", "array", "tensor", "std", "dumps", "repr",
-         "reversed", "stack", "median")  # fmt: skip
+         "reversed", "stack", "median", "OrderedDict", "defaultdict", "deque", "Counter",
+         "timedelta", "now", "isoformat", "strftime")  # fmt: skip
 """Functions and methods that only compute something."""
 Loop = ast.For | ast.While
 Judge = Callable[[ast.AST], bool | None]

@@ -7,9 +7,11 @@ first checkpoint, what it does not keep.
 import argparse
 import copy
 import dataclasses
+import datetime
 import enum
 import functools
 import itertools
+import os
 import random
 import time
 import types
@@ -1266,6 +1268,60 @@ def means_that_are_only_shown(life: Life) -> Iterator[Tensor]:
         mean = total / (step + 1)
         if step % 50 == 49:
             print(best, mean, history[-1], shown.sum)
+        yield loss
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+@kept
+def best_model_that_is_saved(life: Life) -> Iterator[Tensor]:
+    """As in nanoGPT, makemore, and timm."""
+    model = Language()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    best, best_step, first, times = 1e9, -1, None, [1.0]
+    for step in life.steps():
+        began = time.time()
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        times.append(time.time() - began)
+        if first is None or loss.item() < best:
+            best, best_step, first = loss.item(), step, step
+            torch.save({"model": model.state_dict(), "best": best}, os.devnull)
+            print("saved", best_step)
+        left = datetime.timedelta(seconds=int(np.mean(times)))
+        print(OrderedDict([("best", best)]), left)
+        yield loss
+
+
+@kept
+def long_lists_that_are_only_shown(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    a, b, c, d, e, f = ([0.5] * 5000 for _ in range(6))
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for one in (a, b, c, d, e, f):
+            print(one[-1])
+        a.append(loss.item())
+        b.append(loss.item())
+        c.append(loss.item())
+        d.append(loss.item())
+        e.append(loss.item())
+        f.append(loss.item())
         yield loss
 
 

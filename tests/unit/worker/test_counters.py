@@ -1,8 +1,12 @@
 """A look at what a loop uses changes nothing of the script."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
+from perdure.worker.checkpoint.script import Functions, _Walk
 
 LOOP = """
 import sys
@@ -18,3 +22,34 @@ def test_names_of_a_script_that_is_executed_in_two_namespaces_stay() -> None:
     space: dict[str, object] = {}
     exec(LOOP, {}, space)
     assert space["found"] == [0.5]
+
+
+class Long(dict[int, int]):
+    read = 0
+
+    def items(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+        for number in range(1_000_000):
+            self.read += 1
+            yield number, number
+
+
+def test_a_long_container_is_not_read_whole() -> None:
+    """Before each save a history of a million entries took seconds."""
+    long = Long()
+    _Walk({}, set())._visit_all("long", long)
+    assert long.read <= 4096
+
+
+class Late:
+    def update(self, value: float, n: int = 1, name: Any = None) -> None:
+        """Do nothing."""
+
+
+late: list[Any] = []
+
+
+def test_a_class_that_is_used_later_has_changed_nothing() -> None:
+    functions = Functions(use=lambda: late)
+    late.append(Late())
+    assert functions.look(set()) == []
+    late.clear()

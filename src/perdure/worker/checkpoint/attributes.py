@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import enum
 import functools
+import itertools
 import random
 import sys
 import sysconfig
@@ -200,12 +201,12 @@ def _feed(value: Any, state: Any, entries: int, places: bool) -> None:
             plain = value.detach().resolve_conj().resolve_neg().contiguous().cpu()
             state.update(plain.reshape(-1).view(torch.uint8).numpy())
     elif kind in _DICTS or kind in _PLAIN:
-        items = list(value.items()) if kind in _DICTS else list(value)
+        items = value.items() if kind in _DICTS else value
         state.update(repr((len(items), getattr(value, "maxlen", None))).encode())
         if kind in (set, frozenset):
             items = sorted(items, key=repr)
-        for place in range(0, len(items), max(1, len(items) // entries)):
-            _feed(items[place], state, entries, places)
+        for one in list(itertools.islice(items, 0, None, max(1, len(items) // entries))):
+            _feed(one, state, entries, places)
     elif isinstance(value, enum.Enum) and _find_enum(kind.__module__, kind.__qualname__) is kind:
         state.update(repr(value.value).encode())
     elif _is_array(value):

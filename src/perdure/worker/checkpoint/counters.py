@@ -10,13 +10,14 @@ import dis
 import enum
 import functools
 import gc
+import itertools
 import sys
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from perdure.worker.carried import find_root, find_word
 from perdure.worker.checkpoint.attributes import SPACES, is_own_class, is_own_file, read_vars
@@ -45,7 +46,7 @@ class Names:
     def __init__(self, frame: types.FrameType, several: Iterable[str], kept: set[int]) -> None:
         """Find what others have of `several` names; `kept` are ids of all that a checkpoint has."""
         place, self._code, self._space = frame.f_locals, frame.f_code, frame.f_globals
-        self._values, self._kept = dict(place), kept
+        self._values, self._kept, self._known = dict(place), kept, dict[int, bool]()
         if isinstance(place, dict) and self._code.co_flags & 1:  # CO_OPTIMIZED: of a function.
             place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
         self._alone = self._find_alone(several)
@@ -58,10 +59,10 @@ class Names:
             new = id(value) not in self._kept and id(value) not in found
             if new and len(left) < _VISITS_MAX and _may_change(value):
                 found[id(value)] = value
-                left += gc.get_referents(value)[:_ITEMS]
+                left += [one for one in _list_parts(value) if type(one) not in _SCALARS]
         del left, value
         counts = {key: sys.getrefcount(found[key]) for key in found}
-        parts = {key: list(map(id, gc.get_referents(one)[:_ITEMS])) for key, one in found.items()}
+        parts = {key: list(map(id, _list_parts(one))) for key, one in found.items()}
         named = Counter(id(one) for name, one in self._values.items() if self._is_local(name))
         alone, lost = set(found), {id(probe)}
         while lost:
@@ -98,10 +99,10 @@ class Names:
         Return None for a call of a library.
         """
         value = self.find(find_root(node))
-        if isinstance(node, ast.Call) and not _is_own(value):
+        if isinstance(node, ast.Call) and (_reads(node, value) or not _is_own(value)):
             return None
         alone = id(value) in self._alone or isinstance(value, (types.FunctionType, *_SCALARS))
-        if value is None or not alone or _may_train(value, self._kept):
+        if value is None or not alone or self._trains(value):
             return False
         named = isinstance(getattr(getattr(node, "func", None), "value", None), ast.Name)
         given = [*getattr(node, "args", []), *getattr(node, "keywords", [])]
@@ -110,7 +111,7 @@ class Names:
     def _is_value(self, node: ast.AST) -> bool:
         """Return whether an argument is a number or a word, or is new."""
         if isinstance(node, ast.Name):
-            return (value := self.find(node.id)) is not None and not _may_train(value, self._kept)
+            return (value := self.find(node.id)) is not None and not self._trains(value)
         if isinstance(node, ast.Call):
             return find_word(node) in _MAKES
         return (
@@ -119,6 +120,25 @@ class Names:
             or getattr(getattr(node, "slice", None), "value", "") == "lr"
             or all(map(self._is_value, ast.iter_child_nodes(node)))
         )
+
+    def _trains(self, value: Any) -> bool:
+        if id(value) not in self._known:
+            self._known[id(value)] = _may_train(value, self._kept)
+        return self._known[id(value)]
+
+
+def _reads(node: ast.Call, value: Any) -> bool:
+    """Return whether a call is that of torch's `state_dict`, which changes no module."""
+    library = getattr(type(value), "state_dict", None) is nn.Module.state_dict
+    return library and find_word(node) == "state_dict"
+
+
+def _list_parts(value: Any) -> list[Any]:
+    """Return what a value refers to, as far as it is looked at."""
+    if type(value) in (dict, defaultdict, OrderedDict):
+        return list(itertools.chain.from_iterable(itertools.islice(value.items(), _ITEMS)))
+    plain = type(value) in (list, tuple, set, deque)
+    return list(itertools.islice(value, _ITEMS)) if plain else gc.get_referents(value)[:_ITEMS]
 
 
 def _may_change(value: Any) -> bool:
@@ -143,7 +163,7 @@ def _may_train(value: Any, kept: set[int], depth: int = 0) -> bool:
         several = getattr(value, "nbytes", 0) != getattr(value, "itemsize", 1)
         return several or id(value) in kept or getattr(value, "requires_grad", False)
     if kind.__module__ in ("builtins", "collections") and isinstance(value, _BOXES):
-        parts = list(value.values() if isinstance(value, dict) else value)
+        parts = list(itertools.islice(value.values() if isinstance(value, dict) else value, _ITEMS))
     elif kind in SPACES or (is_own_class(kind) and _is_counter(kind)):
         parts = list(read_vars(value).values())
     else:

@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import linecache
 import operator
 import sys
@@ -29,7 +30,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
 from perdure.worker.carried import (
+    SHOWS,
     Loop,
+    find_word,
     is_only_shown,
     list_bound_in,
     list_carried,
@@ -180,8 +183,13 @@ def _read_loop(loop: Loop) -> tuple[list[str], list[str]]:
     }
     handed = [name for name in list_carried(loop) if name in bound - own]
     names = [*handed, *sorted(used - bound - own)]
-    shown = [name for name in names if is_only_shown(loop, name, judge=lambda node: True)]
+    shown = [name for name in names if is_only_shown(loop, name, judge=_believe)]
     return [name for name in names if name not in shown], shown
+
+
+def _believe(node: ast.AST) -> bool | None:
+    """Return what `Names.judge` says at best; a function that only shows fills nothing."""
+    return None if isinstance(node, ast.Call) and find_word(node) in SHOWS else True
 
 
 class _Walk:
@@ -290,10 +298,8 @@ class _Walk:
             self._found[path] = str(id(self._found) if left < 0 else left).encode()
 
     def _visit_all(self, path: str, values: Any) -> None:
-        several: Iterable[tuple[Any, Any]] = (
-            list(values.items()) if isinstance(values, dict) else enumerate(list(values))
-        )
-        for key, one in list(several)[:_ITEMS]:
+        several = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, one in list(itertools.islice(several, _ITEMS)):
             self.visit(f"{path}.{key}", one)
 
     def _visit_plain(self, path: str, owner: Any) -> None:
@@ -326,7 +332,7 @@ class _Walk:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # It is empty.
                 self.visit(f"{path}.{name}", cell.cell_contents)
-        self._visit_all(path, value.__defaults__ or ())
+        self._visit_all(path, [one for one in value.__defaults__ or () if not _is_scalar(one)])
         self._visit_all(path, vars(value))
         for name in sorted(list_globals(value.__code__)):
             if name in value.__globals__:
@@ -342,8 +348,12 @@ class _Walk:
 
 def _is_flat(value: Any) -> bool:
     """Return whether a container has scalars only, as far as it is looked at."""
-    items = list(value.values() if isinstance(value, dict) else value)
-    return all(isinstance(one, int | float | str | bytes | None) for one in items[:_ITEMS])
+    items = value.values() if isinstance(value, dict) else value
+    return all(map(_is_scalar, list(itertools.islice(items, _ITEMS))))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float | str | bytes | None)
 
 
 _DRAWN = ("generator", "sampler", "batch_sampler")
