@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 SHOWS = ("print", "log", "info", "debug", "warning", "add_scalar", "add_scalars", "add_histogram",
          "set_postfix", "set_postfix_str", "set_description", "write", "write_scalar", "save",
-         "dump", "writerow", "flush", "note", "report", "plot")  # fmt: skip
+         "dump", "writerow", "flush", "note", "report", "plot", "makedirs", "mkdir", "savefig",
+         "save_pretrained")  # fmt: skip
 """Functions and methods of which nothing comes back into training."""
 _GROWS = ("append", "extend", "insert", "add", "push", "put", "update", "pop", "appendleft")
 _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "str", "format",
@@ -17,7 +18,9 @@ _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "
          "isnan", "isfinite", "log10", "zip", "range", "isinstance", "join", "items", "keys",
          "values", "enumerate", "any", "all", "hasattr", "array", "tensor", "std", "dumps", "repr",
          "reversed", "stack", "median", "OrderedDict", "defaultdict", "deque", "Counter",
-         "timedelta", "now", "isoformat", "strftime")  # fmt: skip
+         "timedelta", "now", "isoformat", "strftime", "is_available", "memory_allocated",
+         "max_memory_allocated", "memory_reserved", "max_memory_reserved", "numel", "size",
+         "get_last_lr", "percentile")  # fmt: skip
 """Functions and methods that only compute something."""
 Loop = ast.For | ast.While
 Judge = Callable[[ast.AST], bool | None]

@@ -18,7 +18,7 @@ import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -1459,6 +1459,101 @@ def meters_of_each_pass_over_the_data(life: Life) -> Iterator[Tensor]:
         print(losses, lost, len(history["loss"]))
 
 
+class Smoothed:
+    """As in pytorch/vision/references, detr, and mae: a window, and a mean over all ranks."""
+
+    def __init__(self, window: int = 20, text: str = "{mean:.4f} {last:.4f}") -> None:
+        self.window: deque[float] = deque(maxlen=window)
+        self.text, self.total, self.count = text, 0.0, 0
+
+    def update(self, value: float, n: int = 1) -> None:
+        self.window.append(value)
+        self.count += n
+        self.total += value * n
+
+    def synchronize(self) -> None:
+        self.count, self.total = sum_over_ranks([self.count, self.total]).tolist()
+
+    @property
+    def mean(self) -> float:
+        return torch.tensor(list(self.window), dtype=torch.float32).mean().item()
+
+    def __str__(self) -> str:
+        return self.text.format(mean=self.mean, last=self.window[-1])
+
+
+def has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def sum_over_ranks(values: list[float]) -> Tensor:
+    total = torch.tensor(values)
+    if has_ranks():
+        torch.distributed.all_reduce(total)
+    return total
+
+
+class MetricLogger:
+    def __init__(self, between: str = "  ") -> None:
+        self.meters: dict[str, Smoothed] = defaultdict(Smoothed)
+        self.between = between
+
+    def update(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.meters[name].update(value.item() if isinstance(value, Tensor) else value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.meters:
+            return self.meters[name]
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    def __str__(self) -> str:
+        return self.between.join(f"{name}: {one}" for name, one in self.meters.items())
+
+    def add_meter(self, name: str, meter: Smoothed) -> None:
+        self.meters[name] = meter
+
+    def log_every(self, rows: Any, every: int, header: str) -> Iterator[Any]:
+        number, end = 0, time.time()
+        turns, data = Smoothed(text="{mean:.4f}"), Smoothed()
+        for row in rows:
+            data.update(time.time() - end)
+            yield row
+            turns.update(time.time() - end)
+            if number % every == 0:
+                left = str(datetime.timedelta(seconds=int(turns.mean * (20 - number))))
+                if torch.cuda.is_available():
+                    most = torch.cuda.max_memory_allocated() / 1024
+                    print(self.between.join([header, str(number), left, str(self), str(most)]))
+                else:
+                    print(self.between.join([header, left, str(self), str(turns), str(data)]))
+            number += 1
+            end = time.time()
+        print(f"{header} {number}")
+
+
+@kept
+def meters_of_a_logger_that_hands_on_the_steps(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for one in range(4):
+        logger = MetricLogger()
+        logger.add_meter("rate", Smoothed(window=1))
+        for _, _ in enumerate(logger.log_every(life.steps(5 * one + 5), 2, f"pass {one}")):
+            began = time.time()
+            out = model(draw(8, 16))
+            loss = out.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            hits = (out.argmax(1) == 0).float().mean()
+            logger.update(loss=loss.item(), rate=optimizer.param_groups[0]["lr"])
+            logger.meters["hits"].update(hits.item(), n=out.shape[0])
+            logger.meters["rows/s"].update(8 / (time.time() - began))
+            yield loss
+
+
 # --- a mean that leaves the loop, or that others have ---------------------------------------------
 
 
@@ -1477,6 +1572,107 @@ def mean_of_a_pass_that_sets_the_rate(life: Life) -> Iterator[Tensor]:
             meter.add(loss.item())
             yield loss
         optimizer.param_groups[0]["lr"] = meter.count / 50
+
+
+@named("logger.meters")
+def mean_of_a_logger_that_sets_the_rate(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    logger = MetricLogger()
+    for _ in logger.log_every(life.steps(), 2, ""):
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logger.update(loss=loss.item())
+        optimizer.param_groups[0]["lr"] = logger.loss.total / 50
+        yield loss
+
+
+class Paced(MetricLogger):
+    def log_every(self, rows: Any, every: int, header: str) -> Iterator[Any]:
+        for _ in rows:
+            yield 1 + self.meters["loss"].count
+
+
+@named("self.meters")
+def count_that_a_logger_hands_on(life: Life) -> Iterator[Tensor]:
+    model, logger = make_mlp(), Paced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for weight in logger.log_every(life.steps(), 2, ""):
+        loss = model(draw(8, 16)).square().mean() / weight
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logger.update(loss=loss.item())
+        yield loss
+
+
+_logger = MetricLogger()
+
+
+@named("self.meters")
+def logger_that_a_forward_has(life: Life) -> Iterator[Tensor]:
+    _logger.meters.clear()
+    model, logger = make_mlp(), _logger
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    model.register_forward_hook(lambda _, x, y: y / (1 + _logger.meters["loss"].count))
+    for _ in logger.log_every(life.steps(), 2, ""):
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logger.update(loss=loss.item())
+        yield loss
+
+
+class Broken(list[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError("it is closed")
+
+
+@named("weights")
+def state_beside_an_object_that_raises(life: Life) -> Iterator[Tensor]:
+    model, broken, weights = make_mlp(), Broken(), [1.0]
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean() * weights[0] / (1 + len(broken))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        weights[0] += 1
+        yield loss
+
+
+class Kept(Level):
+    all: ClassVar[list[float]] = []
+
+    def update(self, value: float) -> None:
+        self.count += 1
+
+
+class OfOther(Level):
+    """It changes a class by its name."""
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        Kept.all.append(value)
+
+
+class ByFunction(Level):
+    """It calls a function that reaches further."""
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        note_loss(value)
+
+
+def note_loss(value: float) -> None:
+    _losses.append(value)
 
 
 def run_pass(life: Life, until: int, model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
@@ -1538,12 +1734,14 @@ class Reads(nn.Module):
         self.net = make_mlp()
 
     def forward(self, x: Tensor) -> Any:
-        return self.net(x) * (1 + len(_losses) + OfClass.total + ByType.total)
+        count = len(_losses) + len(Kept.all)
+        return self.net(x) * (1 + count + OfClass.total + ByType.total)
 
 
 def of_method(make: type[Level]) -> Loop:
     def body(life: Life) -> Iterator[Tensor]:
         _losses.clear()
+        Kept.all.clear()
         OfClass.total = ByType.total = 0
         model, level = Reads(), make()
         optimizer = adam(model)
@@ -1566,6 +1764,8 @@ NAMED |= {
         (ByType, "ByType.total"),
         (Pushes, "level.count"),
         (Draws, "level.count"),
+        (OfOther, "level.count"),
+        (ByFunction, "level.count"),
     )
 }
 

@@ -38,20 +38,38 @@ _BOXES, _BOUND = (list, tuple, dict, set, deque), (functools.partial, types.Meth
 _TOOLS = ("_csv", "_io", "_thread", "datetime", "logging", "pathlib", "threading")
 """Packages whose objects have no part in training."""
 _ITEMS, _DEPTH_MAX, _VISITS_MAX = 4096, 8, 20_000
+_CALLS = ("CALL", "KW_NAMES", "LOAD_CONST", "LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "PRECALL",
+          "PUSH_NULL")  # fmt: skip
+"""Beginnings of instructions that follow a class that is called or handed to a function."""
+_OPEN = set[int]()
+"""Ids of the functions and classes that are just looked at: one may use itself."""
 
 
 class Names:
     """What the names of a frame have, and whether others have it too."""
 
-    def __init__(self, frame: types.FrameType, several: Iterable[str], kept: set[int]) -> None:
-        """Find what others have of `several` names; `kept` are ids of all that a checkpoint has."""
-        place, self._code, self._space = frame.f_locals, frame.f_code, frame.f_globals
-        self._values, self._kept, self._known = dict(place), kept, dict[int, bool]()
-        if isinstance(place, dict) and self._code.co_flags & 1:  # CO_OPTIMIZED: of a function.
-            place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
-        self._alone = self._find_alone(several)
+    def __init__(
+        self,
+        frame: types.FrameType,
+        several: Iterable[str],
+        kept: set[int],
+        beside: Iterable[types.FrameType] = (),
+    ) -> None:
+        """Find what others have of `several` names; `kept` are ids of all that a checkpoint has.
 
-    def _find_alone(self, several: Iterable[str]) -> set[int]:
+        Frames `beside` this one are looked at by themselves. Their names may have the same values.
+        """
+        self._code, self._space = frame.f_code, frame.f_globals
+        self._values, self._kept, self._known = _read_locals(frame), kept, dict[int, bool]()
+        others = Counter(
+            id(one)
+            for other in beside
+            for name, one in _read_locals(other).items()
+            if _is_local(name, other.f_code, other.f_globals)
+        )
+        self._alone = self._find_alone(several, others)
+
+    def _find_alone(self, several: Iterable[str], others: Counter[int]) -> set[int]:
         """Return ids of values to which only names of the frame, and such values, refer."""
         probe: list[Any] = []  # It shows how many references of a value this function makes.
         left, found = [probe, *map(self.find, several)], dict[int, Any]()
@@ -63,7 +81,11 @@ class Names:
         del left, value
         counts = {key: sys.getrefcount(found[key]) for key in found}
         parts = {key: list(map(id, _list_parts(one))) for key, one in found.items()}
-        named = Counter(id(one) for name, one in self._values.items() if self._is_local(name))
+        named = Counter(
+            id(one)
+            for name, one in self._values.items()
+            if _is_local(name, self._code, self._space)
+        )
         alone, lost = set(found), {id(probe)}
         while lost:
             alone -= lost
@@ -71,7 +93,7 @@ class Names:
             lost = {
                 key
                 for key in alone
-                if counts[key] >= counts[id(probe)] + 2 * named[key] + known[key]
+                if counts[key] >= counts[id(probe)] + 2 * named[key] + others[key] + known[key]
                 or any(part in found and part not in alone for part in parts[key])
             }
         return alone
@@ -83,15 +105,9 @@ class Names:
     def is_private(self, name: str) -> bool:
         """Return whether no function but that of the frame has a name, or what it has."""
         return isinstance(value := self.find(name), types.FunctionType) or (
-            self._is_local(name) and (id(value) in self._alone or not _may_change(value))
+            _is_local(name, self._code, self._space)
+            and (id(value) in self._alone or not _may_change(value))
         )
-
-    def _is_local(self, name: str) -> bool:
-        code = self._code
-        if (code.co_name, code.co_filename) == ("<module>", self._space.get("__file__")):
-            inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-            return not any(name in list_globals(one) for one in inner)
-        return name in code.co_varnames and name not in code.co_cellvars
 
     def judge(self, node: ast.AST) -> bool | None:
         """Return whether what an expression calls, enters, or fills only counts.
@@ -99,7 +115,11 @@ class Names:
         Return None for a call of a library.
         """
         value = self.find(find_root(node))
-        if isinstance(node, ast.Call) and (_reads(node, value) or not _is_own(value)):
+        if isinstance(node, ast.Call) and (
+            _reads(node, value)
+            or not _is_own(value)
+            or isinstance(self._resolve(getattr(node.func, "value", node)), _SCALARS[:-1])
+        ):
             return None
         alone = id(value) in self._alone or isinstance(value, (types.FunctionType, *_SCALARS))
         if value is None or not alone or self._trains(value):
@@ -107,6 +127,13 @@ class Names:
         named = isinstance(getattr(getattr(node, "func", None), "value", None), ast.Name)
         given = [*getattr(node, "args", []), *getattr(node, "keywords", [])]
         return (named and isinstance(value, list)) or all(map(self._is_value, given))
+
+    def _resolve(self, node: ast.AST) -> Any:
+        """Return what names and attributes lead to; None if code of the script would run."""
+        if isinstance(node, ast.Attribute):
+            owner = self._resolve(node.value)
+            return read_vars(owner).get(node.attr) if is_own_class(owner.__class__) else None
+        return self.find(node.id) if isinstance(node, ast.Name) else None
 
     def _is_value(self, node: ast.AST) -> bool:
         """Return whether an argument is a number or a word, or is new."""
@@ -125,6 +152,22 @@ class Names:
         if id(value) not in self._known:
             self._known[id(value)] = _may_train(value, self._kept)
         return self._known[id(value)]
+
+
+def _read_locals(frame: types.FrameType) -> dict[str, Any]:
+    place = frame.f_locals
+    found = dict(place)
+    if isinstance(place, dict) and frame.f_code.co_flags & 1:  # CO_OPTIMIZED: of a function.
+        place.clear()  # Before Python 3.13 it is a copy that would keep tensors alive.
+    return found
+
+
+def _is_local(name: str, code: types.CodeType, space: dict[str, Any]) -> bool:
+    """Return whether only the code of a frame has a name."""
+    if (code.co_name, code.co_filename) == ("<module>", space.get("__file__")):
+        inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+        return not any(name in list_globals(one) for one in inner)
+    return name in code.co_varnames and name not in code.co_cellvars
 
 
 def _reads(node: ast.Call, value: Any) -> bool:
@@ -207,16 +250,50 @@ def _is_gentle(value: Any) -> bool:
         and not getattr(value, "fset", None)
         and all(map(_is_tool, function.__defaults__ or ()))
         and all(map(_is_tool, (function.__kwdefaults__ or {}).values()))
-        and all(_is_tool(function.__globals__.get(name)) for name in list_globals(code))
+        and all(_is_part(function, name) for name in list_globals(code))
     )
+
+
+def _is_part(function: types.FunctionType, name: str) -> bool:
+    """Return whether a global that a function uses has no part in training."""
+    value = function.__globals__.get(name)
+    if _is_tool(value) or id(value) in _OPEN:
+        return id(value) not in _OPEN
+    _OPEN.add(id(value))
+    try:
+        if isinstance(value, type):
+            return name not in _list_opened(function.__code__) and _is_counter(value)
+        return type(value) is types.FunctionType and _is_gentle(value)
+    finally:
+        _OPEN.discard(id(value))
+
+
+@functools.cache
+def _list_opened(code: types.CodeType) -> set[str]:
+    """Return the names of globals that a function does more with than to call them."""
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    opened = {
+        one.argval
+        for one, after in pairs
+        if one.opname == "LOAD_GLOBAL" and not after.opname.startswith(_CALLS)
+    }
+    return opened.union(*map(_list_opened, inner))
 
 
 @functools.cache
 def _list_used(code: types.CodeType) -> set[tuple[str, str]]:
-    """Return the instructions of a function, and of functions in it, that have a name."""
+    """Return the instructions of a function, and of functions in it, that have a name.
+
+    A word such as `type(self).__name__` is left out.
+    """
     several = [one for one in dis.get_instructions(code) if one.opcode in dis.hasname]
     inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return {(one.opname, one.argval) for one in several}.union(*map(_list_used, inner))
+    return {
+        (one.opname, one.argval)
+        for one, after in itertools.pairwise([*several, None])
+        if one and (one.argval != "type" or after is None or after.argval != "__name__")
+    }.union(*map(_list_used, inner))
 
 
 @functools.cache

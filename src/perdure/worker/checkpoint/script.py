@@ -76,9 +76,10 @@ class ScriptState:
         """
         found = dict.fromkeys(made, b"")
         walk = _Walk(found, ids)
-        for frame in _list_frames():
+        frames = list(_list_frames())
+        for frame in frames:
             with contextlib.suppress(Exception):  # The script's own classes may do anything.
-                walk.enter(frame)
+                walk.enter(frame, [one for one in frames if one is not frame])
         for path, owner in kept.items():
             with contextlib.suppress(Exception):
                 walk.visit_rest(path, owner)
@@ -201,11 +202,11 @@ class _Walk:
         self._seen: dict[int, Any] = {}
         """What was visited; kept alive, so that no other object gets its id."""
 
-    def enter(self, frame: types.FrameType) -> None:
+    def enter(self, frame: types.FrameType, beside: list[types.FrameType]) -> None:
         """Visit what loops of a frame use, and what their turns hand on by names."""
         loops, functions = _find_loops(frame.f_code.co_filename, frame.f_lineno)
         several = (n for loop in loops for n in (*_read_loop(loop)[1], *list_bound_in(loop)))
-        names = Names(frame, several, self._kept)
+        names = Names(frame, several, self._kept, beside)
         again = any(
             is_own_file(caller.f_code.co_filename)
             and _find_loops(caller.f_code.co_filename, line)[0]
@@ -219,8 +220,13 @@ class _Walk:
                 is_only_shown, loop, judge=names.judge, is_private=names.is_private,
                 after=[one for one in after if one.lineno > (loop.end_lineno or 0)],
             )  # fmt: skip
-            for name in (*trains, *(one for one in perhaps if not is_shown(one))):
-                self.visit(name, names.find(name))
+            for name in (*trains, *perhaps):
+                shown = False
+                with contextlib.suppress(Exception):  # The script's own classes may do anything.
+                    shown = name in perhaps and is_shown(name)
+                with contextlib.suppress(Exception):
+                    if not shown:
+                        self.visit(name, names.find(name))
 
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit attributes of a kept object that are no plain data."""
