@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 SHOWS = ("print", "log", "info", "debug", "warning", "add_scalar", "add_scalars", "add_histogram",
          "set_postfix", "set_postfix_str", "set_description", "write", "write_scalar", "save",
          "dump", "writerow", "flush", "note", "report", "plot", "makedirs", "mkdir", "savefig",
-         "save_pretrained")  # fmt: skip
+         "save_pretrained", "log_metric", "log_metrics", "track", "warn", "error", "to_csv")  # fmt: skip
 """Functions and methods of which nothing comes back into training."""
 _GROWS = ("append", "extend", "insert", "add", "push", "put", "update", "pop", "appendleft")
 _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "str", "format",
@@ -20,8 +20,9 @@ _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "
          "reversed", "stack", "median", "OrderedDict", "defaultdict", "deque", "Counter",
          "timedelta", "now", "isoformat", "strftime", "is_available", "memory_allocated",
          "max_memory_allocated", "memory_reserved", "max_memory_reserved", "numel", "size",
-         "get_last_lr", "percentile")  # fmt: skip
+         "get_last_lr", "percentile", "minimum", "maximum", "DataFrame")  # fmt: skip
 """Functions and methods that only compute something."""
+_LEAVES = (ast.Raise, ast.Continue, ast.Break, ast.Return)
 Loop = ast.For | ast.While
 Judge = Callable[[ast.AST], bool | None]
 """Says whether what an expression calls, enters, or fills has no part in training.
@@ -85,7 +86,10 @@ def _follow(node: ast.stmt, seen: set[str], bound: set[str], carried: list[str])
             ends.append(one)
         if isinstance(node, ast.If):
             seen |= ends[0] & ends[1]
-        elif isinstance(node, ast.For):
+        elif isinstance(node, ast.For) or (
+            isinstance(node, ast.Try)
+            and all(isinstance(one.body[-1], _LEAVES) for one in node.handlers)
+        ):
             seen |= ends[0]
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -231,12 +235,16 @@ def _stays(node: ast.stmt, tainted: set[str], decided: bool, judge: Judge) -> bo
 def _taint(target: ast.AST, tainted: set[str], judge: Judge, fills: bool) -> bool:
     """Add the name that a target binds or fills; return whether it is one.
 
-    If the target fills it, it has no part in training.
+    If the target fills it, it has no part in training. If that is an attribute, the text alone
+    cannot tell.
     """
+    opens = False
     fills |= isinstance(target, ast.Subscript)
-    while isinstance(target, ast.Subscript):
+    while isinstance(target, ast.Subscript | ast.Attribute):
+        opens |= isinstance(target, ast.Attribute)
         target = target.value
-    if not isinstance(target, ast.Name | ast.Tuple) or (fills and judge(target) is False):
+    refused = (opens and not judge(target)) or (fills and judge(target) is False)
+    if refused or not isinstance(target, ast.Name | ast.Tuple):
         return False
     tainted |= set(target_names(target))
     return not any(isinstance(n, ast.Attribute | ast.Subscript) for n in ast.walk(target))

@@ -1304,6 +1304,26 @@ def best_model_that_is_saved(life: Life) -> Iterator[Tensor]:
 
 
 @kept
+def counts_of_a_namespace(life: Life) -> Iterator[Tensor]:
+    model, args = make_mlp(), argparse.Namespace(best=9.0, seen=0, every=5)
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for step in life.steps():
+        try:
+            loss = model(draw(8, 16)).square().mean()
+        except MemoryError:
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        args.seen += 8
+        args.best = min(args.best, loss.item())
+        if step % args.every == 0:
+            print(args.seen, args.best)
+        yield loss
+
+
+@kept
 def long_lists_that_are_only_shown(life: Life) -> Iterator[Tensor]:
     model = make_mlp()
     optimizer = adam(model)
@@ -1626,6 +1646,38 @@ def logger_that_a_forward_has(life: Life) -> Iterator[Tensor]:
         loss.backward()
         optimizer.step()
         logger.update(loss=loss.item())
+        yield loss
+
+
+@named("state.scale")
+def attribute_of_a_namespace(life: Life) -> Iterator[Tensor]:
+    model, state = make_mlp(), types.SimpleNamespace(scale=1.0, seen=0)
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean() * state.scale
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state.seen += 1
+        state.scale *= 1.1
+        yield loss
+
+
+@named("best")
+def best_loss_that_a_module_has(life: Life) -> Iterator[Tensor]:
+    model, best = Language(), 9.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(net=model.net, optimizer=optimizer)
+    scale = types.SimpleNamespace(by=1.0)
+    model.register_forward_hook(lambda _, x, y: y * scale.by)
+    for _ in life.steps():
+        loss = model(draw(8, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        best = min(best, loss.item())
+        scale.by = 1 + best
         yield loss
 
 
