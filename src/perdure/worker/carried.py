@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 SHOWS = ("print", "log", "info", "debug", "warning", "add_scalar", "add_scalars", "add_histogram",
          "set_postfix", "set_postfix_str", "set_description", "write", "write_scalar", "save",
          "dump", "writerow", "flush", "note", "report", "plot", "makedirs", "mkdir", "savefig",
-         "save_pretrained", "log_metric", "log_metrics", "track", "warn", "error", "to_csv")  # fmt: skip
+         "save_pretrained", "log_metric", "log_metrics", "track", "warn", "error",
+         "to_csv")  # fmt: skip
 """Functions and methods of which nothing comes back into training."""
 _GROWS = ("append", "extend", "insert", "add", "push", "put", "update", "pop", "appendleft")
 _PURE = ("min", "max", "sum", "len", "float", "int", "round", "abs", "sorted", "str", "format",
