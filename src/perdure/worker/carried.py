@@ -219,6 +219,8 @@ def _stays(node: ast.stmt, tainted: set[str], decided: bool, judge: Judge) -> bo
         )
     if not _computes(node, tainted, decided, judge):
         return False
+    if isinstance(node, ast.Return):
+        return not decided and judge(node) is True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         word, filled = find_word(node.value), getattr(node.value.func, "value", node.value.func)
         if judge(node.value):

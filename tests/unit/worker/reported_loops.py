@@ -1739,6 +1739,17 @@ def run_pass(life: Life, until: int, model: nn.Module, optimizer: Any) -> Iterat
     return meter.count
 
 
+@kept
+def mean_that_a_function_returns_and_a_loop_shows(life: Life) -> Iterator[Tensor]:
+    """As in detr, mae, and timm."""
+    model = make_mlp()
+    optimizer = adam(model)
+    life.register(model=model, optimizer=optimizer)
+    for one in range(4):
+        count = yield from run_pass(life, 5 * one + 5, model, optimizer)
+        print({"count": count, "pass": one})
+
+
 @named("meter.count")
 def mean_that_a_function_returns(life: Life) -> Iterator[Tensor]:
     model = make_mlp()
@@ -1747,6 +1758,40 @@ def mean_that_a_function_returns(life: Life) -> Iterator[Tensor]:
     for one in range(4):
         count = yield from run_pass(life, 5 * one + 5, model, optimizer)
         optimizer.param_groups[0]["lr"] = count / 50
+
+
+@named("meter.count")
+def mean_that_a_call_gets(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for one in range(4):
+        set_rate(optimizer, (yield from run_pass(life, 5 * one + 5, model, optimizer)))
+
+
+@named("meter.count")
+def mean_that_an_attribute_gets(life: Life) -> Iterator[Tensor]:
+    model, scale = make_mlp(), types.SimpleNamespace(by=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    model.register_forward_hook(lambda _, x, y: y * (1 + scale.by))
+    for one in range(4):
+        scale.by = yield from run_pass(life, 5 * one + 5, model, optimizer)
+
+
+@named("meter.count")
+def mean_that_a_second_function_hands_on(life: Life) -> Iterator[Tensor]:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    life.register(model=model, optimizer=optimizer)
+    for one in range(4):
+        count = yield from run_two(life, 5 * one + 5, model, optimizer)
+        optimizer.param_groups[0]["lr"] = count / 50
+
+
+def run_two(life: Life, until: int, model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+    count = yield from run_pass(life, until, model, optimizer)
+    return count
 
 
 _losses: list[float] = []

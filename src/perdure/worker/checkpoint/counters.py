@@ -14,7 +14,7 @@ import itertools
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,11 +54,14 @@ class Names:
         several: Iterable[str],
         kept: set[int],
         beside: Iterable[types.FrameType] = (),
+        shows_result: Callable[[], bool] = lambda: False,
     ) -> None:
         """Find what others have of `several` names; `kept` are ids of all that a checkpoint has.
 
         Frames `beside` this one are looked at by themselves. Their names may have the same values.
+        `shows_result` returns whether its caller only shows what the frame's function returns.
         """
+        self._shows_result = shows_result
         self._code, self._space = frame.f_code, frame.f_globals
         self._values, self._kept, self._known = _read_locals(frame), kept, dict[int, bool]()
         others = Counter(
@@ -114,6 +117,8 @@ class Names:
 
         Return None for a call of a library.
         """
+        if isinstance(node, ast.Return):
+            return self._shows_result()
         value = self.find(find_root(node))
         if isinstance(node, ast.Call) and (
             _reads(node, value)

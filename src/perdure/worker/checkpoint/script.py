@@ -20,7 +20,7 @@ import sys
 import traceback
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -204,9 +204,25 @@ class _Walk:
 
     def enter(self, frame: types.FrameType, beside: list[types.FrameType]) -> None:
         """Visit what loops of a frame use, and what their turns hand on by names."""
+        loops, names, is_shown = self._read(frame, beside)
+        for loop in loops:
+            trains, perhaps = _read_loop(loop)
+            for name in (*trains, *perhaps):
+                shown = False
+                with contextlib.suppress(Exception):  # The script's own classes may do anything.
+                    shown = name in perhaps and is_shown(loop, name)
+                with contextlib.suppress(Exception):
+                    if not shown:
+                        self.visit(name, names.find(name))
+
+    def _read(
+        self, frame: types.FrameType, beside: Iterable[types.FrameType] = ()
+    ) -> tuple[list[Loop], Names, Callable[[Loop, str], bool]]:
+        """Return the loops around a frame's line, its names, and whether a loop only shows one."""
         loops, functions = _find_loops(frame.f_code.co_filename, frame.f_lineno)
         several = (n for loop in loops for n in (*_read_loop(loop)[1], *list_bound_in(loop)))
-        names = Names(frame, several, self._kept, beside)
+        shows_result = functools.cache(functools.partial(self._shows_result, frame))
+        names = Names(frame, several, self._kept, beside, shows_result)
         again = any(
             is_own_file(caller.f_code.co_filename)
             and _find_loops(caller.f_code.co_filename, line)[0]
@@ -214,19 +230,30 @@ class _Walk:
         )
         outer = ((again and functions) or loops[:1])[-1:]
         after = [n for one in outer for n in ast.walk(one) if isinstance(n, ast.stmt)]
-        for loop in loops:
-            trains, perhaps = _read_loop(loop)
-            is_shown = functools.partial(
-                is_only_shown, loop, judge=names.judge, is_private=names.is_private,
-                after=[one for one in after if one.lineno > (loop.end_lineno or 0)],
-            )  # fmt: skip
-            for name in (*trains, *perhaps):
-                shown = False
-                with contextlib.suppress(Exception):  # The script's own classes may do anything.
-                    shown = name in perhaps and is_shown(name)
-                with contextlib.suppress(Exception):
-                    if not shown:
-                        self.visit(name, names.find(name))
+
+        def is_shown(loop: Loop, name: str) -> bool:
+            left = [one for one in after if one.lineno > (loop.end_lineno or 0)]
+            judge, is_private = names.judge, names.is_private
+            return is_only_shown(loop, name, judge=judge, is_private=is_private, after=left)
+
+        return loops, names, is_shown
+
+    def _shows_result(self, frame: types.FrameType) -> bool:
+        """Return whether the loop that calls a frame's function only shows what that returns."""
+        caller = frame.f_back
+        while caller is not None and not is_own_file(caller.f_code.co_filename):
+            caller = caller.f_back
+        if caller is None:
+            return False
+        loops, _, is_shown = self._read(caller)
+        results = [
+            [one.id for one in _list_targets(node) if isinstance(one, ast.Name)]
+            for node in (walk_body(loops[-1]) if loops else ())
+            if isinstance(node, ast.Assign | ast.Expr)
+            and node.lineno <= caller.f_lineno <= (node.end_lineno or 0)
+            and _is_call(node, frame.f_code.co_name)
+        ]
+        return bool(results) and all(is_shown(one, n) for one in loops for n in results[0])
 
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit attributes of a kept object that are no plain data."""
@@ -350,6 +377,23 @@ class _Walk:
                 self._seen[id(one)] = one
                 own = {n: v for n, v in vars(one).items() if n[:2] != "__" or callable(v)}
                 self._visit_all(one.__name__, own)
+
+
+def _list_targets(node: ast.Assign | ast.Expr) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
+def _is_call(node: ast.Assign | ast.Expr, name: str) -> bool:
+    """Return whether a statement calls a function, and at most binds what that returns."""
+    call = node.value.value if isinstance(node.value, ast.YieldFrom) else node.value
+    calls = [find_word(one) for one in ast.walk(node) if isinstance(one, ast.Call)]
+    plain = all(isinstance(one, ast.Name) for one in _list_targets(node))
+    return (
+        plain
+        and isinstance(call, ast.Call)
+        and find_word(call) == name == calls.pop(0)
+        and (name not in calls)
+    )
 
 
 def _is_flat(value: Any) -> bool:
