@@ -388,12 +388,8 @@ def _is_call(node: ast.Assign | ast.Expr, name: str) -> bool:
     call = node.value.value if isinstance(node.value, ast.YieldFrom) else node.value
     calls = [find_word(one) for one in ast.walk(node) if isinstance(one, ast.Call)]
     plain = all(isinstance(one, ast.Name) for one in _list_targets(node))
-    return (
-        plain
-        and isinstance(call, ast.Call)
-        and find_word(call) == name == calls.pop(0)
-        and (name not in calls)
-    )
+    direct = isinstance(call, ast.Call) and find_word(call) == name
+    return plain and direct and calls.count(name) == 1
 
 
 def _is_flat(value: Any) -> bool:
