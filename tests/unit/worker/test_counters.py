@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-from perdure.worker.checkpoint.script import Functions, _Walk
+torch = pytest.importorskip("torch")
+from perdure.worker.checkpoint.script import Functions, ScriptState, _Walk  # noqa: E402
 
 LOOP = """
 import sys
@@ -53,3 +53,19 @@ def test_a_class_that_is_used_later_has_changed_nothing() -> None:
     late.append(Late())
     assert functions.look(set()) == []
     late.clear()
+
+
+def hand_on(value: Any) -> Any:
+    return value
+
+
+def test_a_name_that_is_only_shown_at_first_has_not_changed() -> None:
+    """nanoGPT's `always_save_checkpoint` was named when its best loss had become a tensor."""
+    state, said, limit, other = ScriptState(), list[str](), 5, torch.tensor(0.0)
+    for step in range(3):
+        said.append(state.look({}, set()))
+        if limit < 3:
+            hand_on(other)
+        other = torch.zeros(4) + step
+    assert "other" in " ".join(said)
+    assert "limit" not in " ".join(said)

@@ -84,6 +84,9 @@ class ScriptState:
             with contextlib.suppress(Exception):
                 walk.visit_rest(path, owner)
         if self._before is None:
+            for frame in frames:  # A later look may not see that a name is only shown.
+                with contextlib.suppress(Exception):
+                    walk.enter(frame, [], every=True)
             self._before = found
             return ""
         changed = {_shorten(path) for path, now in found.items() if self._before.get(path) != now}
@@ -202,15 +205,20 @@ class _Walk:
         self._seen: dict[int, Any] = {}
         """What was visited; kept alive, so that no other object gets its id."""
 
-    def enter(self, frame: types.FrameType, beside: list[types.FrameType]) -> None:
-        """Visit what loops of a frame use, and what their turns hand on by names."""
+    def enter(
+        self, frame: types.FrameType, beside: list[types.FrameType], *, every: bool = False
+    ) -> None:
+        """Visit what loops of a frame use, and what their turns hand on by names.
+
+        What is only shown is left out, unless `every` name is visited.
+        """
         loops, names, is_shown = self._read(frame, beside)
         for loop in loops:
             trains, perhaps = _read_loop(loop)
             for name in (*trains, *perhaps):
                 shown = False
                 with contextlib.suppress(Exception):  # The script's own classes may do anything.
-                    shown = name in perhaps and is_shown(loop, name)
+                    shown = not every and name in perhaps and is_shown(loop, name)
                 with contextlib.suppress(Exception):
                     if not shown:
                         self.visit(name, names.find(name))
