@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
+from perdure.cli.looking.own import list_own  # noqa: E402
 from perdure.files.own import (  # noqa: E402
     choose_place,
     copy_whole,
@@ -22,6 +23,7 @@ from perdure.files.own import (  # noqa: E402
     put_back,
     set_aside,
 )
+from perdure.model.job import CheckpointConfig, JobSpec  # noqa: E402
 from perdure.worker.start.unloadable import find_unloadable  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is")]
@@ -325,6 +327,13 @@ def test_the_newest_goes_by_number_and_by_time(tmp_path: Path) -> None:
     assert [one.path for one in torn] == [str(paths[0])]
     assert whole is not None
     assert whole.path == str(paths[2])
+
+
+def test_two_patterns_of_one_checkpoint_list_it_once(tmp_path: Path) -> None:
+    paths = [make(tmp_path, "torch.save", step) for step in (9, 10)]
+    own = CheckpointConfig(own=("ckpt-*.pt", "*.pt"))
+    spec = JobSpec(name="j", script="t.py", cwd=str(tmp_path), checkpoint=own)
+    assert [one.path for one in list_own(spec)] == [str(path) for path in paths]
 
 
 def test_where_a_torn_one_goes(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ def list_own(spec: "JobSpec") -> "list[OwnCheckpoint]":
     """Return all declared checkpoints that are here, oldest first."""
     from perdure.files.own import examine, list_declared
 
-    found: list[OwnCheckpoint] = []
+    found: dict[str, OwnCheckpoint] = {}  # Two patterns may match the same one.
     for pattern in spec.checkpoint.own:
         paths = list_declared(pattern, spec.cwd)
-        found.extend(examine(p, paths[n + 1 :]) for n, p in reversed([*enumerate(paths)]))
-    return found
+        found |= {p: examine(p, paths[n + 1 :]) for n, p in reversed([*enumerate(paths)])}
+    return list(found.values())
 
 
 def describe_own(spec: "JobSpec") -> dict[str, Any]:
