@@ -1723,6 +1723,18 @@ class ByFunction(Level):
         note_loss(value)
 
 
+class OfFunction(Level):
+    """It changes an attribute of a function."""
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        mark.total += 1  # type: ignore[attr-defined]
+
+
+def mark(value: float) -> None:
+    """Do nothing."""
+
+
 def note_loss(value: float) -> None:
     _losses.append(value)
 
@@ -1831,7 +1843,7 @@ class Reads(nn.Module):
         self.net = make_mlp()
 
     def forward(self, x: Tensor) -> Any:
-        count = len(_losses) + len(Kept.all)
+        count = len(_losses) + len(Kept.all) + mark.total  # type: ignore[attr-defined]
         return self.net(x) * (1 + count + OfClass.total + ByType.total)
 
 
@@ -1839,7 +1851,7 @@ def of_method(make: type[Level]) -> Loop:
     def body(life: Life) -> Iterator[Tensor]:
         _losses.clear()
         Kept.all.clear()
-        OfClass.total = ByType.total = 0
+        OfClass.total = ByType.total = mark.total = 0  # type: ignore[attr-defined]
         model, level = Reads(), make()
         optimizer = adam(model)
         life.register(model=model, optimizer=optimizer)
@@ -1863,6 +1875,7 @@ NAMED |= {
         (Draws, "level.count"),
         (OfOther, "level.count"),
         (ByFunction, "level.count"),
+        (OfFunction, "level.count"),
     )
 }
 

@@ -262,12 +262,14 @@ def _is_gentle(value: Any) -> bool:
 def _is_part(function: types.FunctionType, name: str) -> bool:
     """Return whether a global that a function uses has no part in training."""
     value = function.__globals__.get(name)
-    if _is_tool(value) or id(value) in _OPEN:
-        return id(value) not in _OPEN
+    if _is_tool(value):
+        return True
+    if id(value) in _OPEN or name in _list_opened(function.__code__):
+        return False
     _OPEN.add(id(value))
     try:
         if isinstance(value, type):
-            return name not in _list_opened(function.__code__) and _is_counter(value)
+            return _is_counter(value)
         return type(value) is types.FunctionType and _is_gentle(value)
     finally:
         _OPEN.discard(id(value))
