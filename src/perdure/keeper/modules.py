@@ -14,6 +14,7 @@ Imports nothing that a Python does not have at its start, so that the log misses
 """
 
 import _frozen_importlib
+import _thread
 import _warnings
 import builtins
 import os
@@ -35,7 +36,8 @@ _READ_LATER = frozenset({"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 """Variables that are read again when a rank asks for torch (`bootstrap.set_threads`)."""
 _READ_IN_C = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "TORCH_CPP_", "TORCH_SHOW_CPP_",
-    "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
+    "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_", "TORCH_ROCM_FA_PREFER_",
+    "DNNL_DEFAULT_", "ONEDNN_DEFAULT_", "KINETO_USE_",
 )  # fmt: skip
 """Variables that compiled parts of torch and numpy read when they are loaded."""
 
@@ -55,9 +57,9 @@ class Trace:
         self.needs: dict[str, None] = {}
         """Modules that it asked for, in order."""
         self.reads: dict[str, str | None] = {}
-        """Variables that it read, and their values then."""
+        """Variables that it read before it set them, and their values then."""
         self.environ: dict[str, str] = {}
-        """Variables that it added."""
+        """Variables that it set."""
         self.filters: list[Any] = []
         """Warning filters that it added."""
         self.finders: list[Any] = []
@@ -99,6 +101,8 @@ class ModuleLog:
         """Modules of every image; `note_first` sets it."""
         self.found: set[str] = set()
         """Modules that a finder has found, and that no other module has put there."""
+        self.missing: set[str] = set()
+        """Modules that no finder has found."""
         self.read: set[str] = set()
         """Variables that imports have read since `_preload` last cleared the set."""
         self.unseen: frozenset[str] = frozenset()
@@ -140,7 +144,9 @@ class ModuleLog:
         self._need(fullname)
         self.found.add(fullname)
         spec = find_elsewhere(self, fullname, path, target)
-        if spec is not None and spec.loader is not None:
+        if spec is None:
+            self.missing.add(fullname)
+        elif spec.loader is not None:
             spec.loader = Loading(spec.loader, self._run)  # type: ignore[assignment]
         return spec
 
@@ -152,6 +158,8 @@ class ModuleLog:
             exec_module(module)
         finally:
             self._settle()
+            trace = self._top()  # Filters of `catch_warnings` are gone by now.
+            trace.filters = [one for one in trace.filters if one in _warnings.filters]
             for name in [name for name in sys.modules if name not in before]:
                 self._need(name)  # Also what it has put there by itself.
             self._stack.pop()
@@ -234,7 +242,9 @@ class ModuleLog:
         """Note that the module that is being imported has read a variable."""
         self.read.add(name)
         if self._stack:
-            self._top().reads.setdefault(name, value)
+            self._settle()
+            if name not in self._top().environ:
+                self._top().reads.setdefault(name, value)
 
     def _look(self) -> "tuple[list[Any], list[Any], dict[bytes, bytes]]":
         filters: list[Any] = _warnings.filters
@@ -246,10 +256,25 @@ class ModuleLog:
         if self._seen == before:
             return
         trace, (filters, finders, environ) = self._top(), self._seen
-        trace.filters += [one for one in reversed(filters) if one not in before[0]]
+        trace.filters += _list_put_first(before[0], filters)
         trace.finders += [one for one in finders if one not in before[1] and one is not self]
-        added = environ.keys() - before[2].keys()
-        trace.environ |= {os.fsdecode(name): os.fsdecode(environ[name]) for name in added}
+        changed = (name for name in environ if environ[name] != before[2].get(name))
+        trace.environ |= {os.fsdecode(name): os.fsdecode(environ[name]) for name in changed}
+
+
+def _list_put_first(before: "list[Any]", filters: "list[Any]") -> "list[Any]":
+    """Return the filters that were added or moved to the front, the last of them first.
+
+    >>> _list_put_first(["a", "b", "c"], ["b", "new", "a", "c"])
+    ['new', 'b']
+    """
+    left, put = list(before), []
+    for one in reversed(filters):
+        if one not in left:
+            put.append(one)
+        while one in left:
+            left.pop()
+    return put
 
 
 def is_own(name: str) -> bool:
@@ -276,7 +301,10 @@ class ModuleStore:
     def __init__(self, log: ModuleLog) -> None:
         """Work out in the image, once, what is the same for all ranks; hide nothing yet."""
         self._log = log
-        self.cpus = log.cpus
+        self.cpus, self.bound = log.cpus, os.sched_getaffinity(0)
+        """CPUs of the image before its imports, and now."""
+        self.counts = {name: os.environ.get(name, "") for name in _READ_LATER}
+        """Variables of numbers of threads, and their values in the image."""
         self._ready = False
         """Whether a rank has hidden the modules."""
         self._checked = set[str]()
@@ -286,6 +314,8 @@ class ModuleStore:
         self._on_unequal: Callable[[str], None] = lambda reason: None
         self._hidden: dict[str, ModuleType] = {}
         self._whole = dict(sys.modules)
+        self._missing = log.missing - self._whole.keys()
+        """Modules that a fresh import looks for, and that the image has not found."""
         self._stamps = {
             name: _stamp(module)
             for name, module in self._whole.items()
@@ -295,6 +325,9 @@ class ModuleStore:
         self._paths = {name: list(getattr(self._whole[name], "__path__", ())) for name in log.found
                        if name in self._whole}  # fmt: skip
         """Where submodules lie: without an `__init__`, the visible parent says it."""
+        self._asking = 0
+        """The thread that asks a finder of the script, which may ask all others."""
+        self._path_hooks, self._import = list(sys.path_hooks), builtins.__import__
         self._environ: dict[str, str] = {}
         self._listed: dict[str, tuple[int, frozenset[str]]] = {}
         self._compiled = {
@@ -401,6 +434,8 @@ class ModuleStore:
         spec = getattr(module, "__spec__", None)
         if module is None or spec is None or target is not None:
             return None
+        if self._asking == _thread.get_ident():
+            return None
         parent = fullname.rpartition(".")[0]
         if self._ready and parent and list(path or ()) != self._paths.get(parent):
             return None
@@ -423,18 +458,19 @@ class ModuleStore:
 
     def show(self, name: str) -> None:
         """Do what the import of `name` would do, but for running it again."""
-        in_front = sys.meta_path[: sys.meta_path.index(self)] if self in sys.meta_path else []
+        place = sys.meta_path.index(self) if self in sys.meta_path else 0
+        own: list[Any] = [one for one in sys.meta_path[:place] if hasattr(one, "concerns")]
         trace = self._log.traces.get(name, Trace())
         for need in trace.needs:
             if need in sys.modules or need not in self._hidden:
                 continue
-            asked = need in self._log.found and any(
-                not hasattr(one, "concerns") or one.concerns(need) for one in in_front
-            )
-            if asked:
+            if need in self._log.found and any(one.concerns(need) for one in own):
                 __import__(need)
                 continue
-            module = sys.modules[need] = self._hidden.pop(need)
+            module = self._hidden.pop(need)
+            if need == "__mp_main__":  # What the name means is for `multiprocessing` to say.
+                module = self._whole[need] = sys.modules["__main__"]
+            sys.modules[need] = module
             self.show(need)
             sys.modules[need] = sys.modules.pop(need, module)  # It comes after what it needs.
             self._set_part(need, module)
@@ -446,7 +482,9 @@ class ModuleStore:
             _warnings._filters_mutated()  # type: ignore[attr-defined]
         sys.meta_path.extend(one for one in trace.finders if one not in sys.meta_path)
         for variable, value in trace.environ.items():
-            os.environ.setdefault(variable, value)
+            now = os.environ.get(variable)
+            if trace.reads.get(variable, now) == now:
+                os.environ[variable] = value
         self._on_visible(name)
 
     def take(self, name: str) -> None:
@@ -476,7 +514,11 @@ class ModuleStore:
         for each in sorted(self._stamps.keys() & names & self._hidden.keys()):
             if _stamp(self._whole[each]) != self._stamps[each]:
                 return f"the file of {each} has changed"
-        return self._find_other_variable(names) or self._find_other_origin(tops)
+        return (
+            self._find_other_variable(names)
+            or self._find_hook(name)
+            or self._find_other_origin(tops)
+        )
 
     def _close(self, *names: str, visible: bool) -> set[str]:
         """Return `names` and what they need; if `visible`, nothing beyond what the script has."""
@@ -485,10 +527,12 @@ class ModuleStore:
             each = left.pop()
             trace = self._log.traces.get(each)
             for need in (*(trace.needs if trace else ()), each.rpartition(".")[0]):
-                if need and need not in found and need in self._whole:
-                    found.add(need)
-                    if not visible or need in self._hidden:
-                        left.append(need)
+                if not need or need in found or need not in self._whole:
+                    found |= {need} & self._missing
+                    continue
+                found.add(need)
+                if not visible or need in self._hidden:
+                    left.append(need)
         return found
 
     def _find_other_variable(self, names: set[str]) -> str:
@@ -497,17 +541,17 @@ class ModuleStore:
             for key in self._environ.keys() | os.environ.keys()
             if self._environ.get(key) != os.environ.get(key)
         } - _READ_LATER
-        for name in self._reads.keys() & names & self._hidden.keys():
-            trace = self._reads[name]
-            for variable, value in trace.reads.items():
+        hidden = names & self._hidden.keys()
+        for name in self._reads.keys() & hidden:
+            for variable, value in self._reads[name].reads.items():
                 if variable == "*":  # It may look for variables that bear its name.
                     own = name.partition(".")[0].upper()
                     differs = any(key.startswith(own) for key in changed)
-                elif name in self._log.first or variable in _READ_LATER:
-                    differs = variable in changed
                 else:
+                    later = name in self._log.first or variable in _READ_LATER
                     differs = os.environ.get(variable) != value
-                if differs and variable not in trace.environ:
+                    differs &= variable in changed or not later
+                if differs and not self._is_set(hidden, variable, value):
                     return f"{name} has read {variable}"
         if changed and any(name.partition(".")[0] in self._compiled for name in names):
             for key in sorted(changed):
@@ -516,6 +560,59 @@ class ModuleStore:
                 if allocator or key.startswith(_READ_IN_C):
                     return f"it reads {key}"
         return ""
+
+    def _is_set(self, names: set[str], variable: str, value: str | None) -> bool:
+        """Return whether the import of one of `names` gives `value` to a variable."""
+        traces = self._log.traces
+        setters = (traces[name].environ for name in names & traces.keys())
+        return value is not None and any(each.get(variable) == value for each in setters)
+
+    def _find_hook(self, name: str) -> str:
+        """Return how the script changes the import of `name`; an empty string if it does not.
+
+        Each finder of the script is asked once, in the order of a fresh import.
+        """
+        if sys.path_hooks != self._path_hooks:
+            return "sys.path_hooks has changed"
+        if builtins.__import__ is not self._import:
+            return "builtins.__import__ has changed"
+        if all(map(self._is_known, sys.meta_path)):
+            return ""
+        self._asking, asking = _thread.get_ident(), self._asking
+        try:
+            return self._ask_finders(name, {name})
+        except Exception as error:  # As an import would raise it.
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._asking = asking
+
+    def _ask_finders(self, name: str, asked: set[str]) -> str:
+        """Return which finder of the script finds what the import of `name` needs."""
+        trace = self._log.traces.get(name, Trace())
+        for need in trace.needs:
+            missing = need in self._missing
+            if need in asked or need in sys.modules or not (missing or need in self._hidden):
+                continue
+            asked.add(need)
+            path = self._paths.get(need.rpartition(".")[0])
+            for finder in sys.meta_path if need in self._log.found else ():
+                if finder is self and not missing:
+                    break
+                if not self._is_known(finder) and finder.find_spec(need, path) is not None:
+                    return f"{type(finder).__name__} finds {need}"
+            if reason := self._ask_finders(need, asked):
+                return reason
+        return ""
+
+    def _is_known(self, finder: object) -> bool:
+        """Return whether a fresh Python, an import of the image, or perdure has made `finder`."""
+        return (
+            finder is self
+            or finder in self._log.finders
+            or id(finder) in self._added
+            or hasattr(finder, "concerns")
+            or not hasattr(finder, "find_spec")
+        )
 
     def _list_tops(self, names: set[str]) -> set[str]:
         """Return the packages of `names` that a path may find elsewhere.
@@ -543,11 +640,13 @@ class ModuleStore:
                 tops = tops & frozenset().union(*filter(None, listed))
         for top in sorted(tops):
             spec = getattr(self._whole.get(top), "__spec__", None)
-            if spec is None:
+            if spec is None and top not in self._missing:
                 continue
             found = self._find(top)
-            if found is None or _describe(found) != _describe(spec):
-                place = found and (found.origin or list(found.submodule_search_locations or ()))
+            if spec is None and (found is None or _holds_data(found)):
+                continue
+            if found is None or spec is None or _describe(found) != _describe(spec):
+                place = found and _describe(found)
                 return f"{top} is {place or 'missing'}"
         return ""
 
@@ -590,6 +689,13 @@ def _describe(spec: "ModuleSpec") -> object:
     return spec.origin or list(spec.submodule_search_locations or ())
 
 
+def _holds_data(spec: "ModuleSpec") -> bool:
+    """Return whether a package is only a folder, and no module lies in it."""
+    folders = list(spec.submodule_search_locations or ()) if spec.origin is None else []
+    names = [name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
+    return bool(folders) and not any(name.endswith((".py", ".pyc", ".so")) for name in names)
+
+
 class Stored:
     """The loader of a module that was loaded in the image."""
 
@@ -611,4 +717,6 @@ class Stored:
     def exec_module(self, module: "ModuleType") -> None:
         """Show what else its import would have shown."""
         module.__dict__["__spec__"] = self._spec
+        if isinstance(module.__dict__.get("__loader__"), Stored):
+            module.__dict__["__loader__"] = self._loader
         self._store.take(module.__name__)

@@ -192,6 +192,154 @@ seen["other"] = second is not outer
     assert (seen["reloaded"], seen["other"]) == ([], True)
 
 
+FRESH = """
+import sys, os, _warnings
+sys.path[0] = {script!r}
+seen = {{}}
+"""
+SETTING = """
+import os, warnings
+os.environ['FORCED'] = '1'
+os.environ['MANY'] += ':b'
+LEVEL = os.environ.setdefault('LEVEL', 'info')
+warnings.simplefilter('ignore', DeprecationWarning)
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    import inner
+"""
+OPTIONAL = """
+import importlib.util
+try:
+    import extra
+except ImportError:
+    extra = None
+FOUND = importlib.util.find_spec('more') is not None, importlib.util.find_spec('data') is not None
+"""
+MARKING = """
+from importlib.machinery import FileFinder, PathFinder, SourceFileLoader
+class Marking(SourceFileLoader):
+    def exec_module(self, module):
+        super().exec_module(module)
+        module.mark = 1
+"""
+LOOK = (
+    "import outer\nseen['is'] = outer.inner is sys.modules['inner'], hasattr(outer.inner, 'mark')"
+)
+SHAPES = {
+    "found by now": (
+        {"outer": OPTIONAL},
+        {"extra.py": "", "more/__init__.py": "", "data/own.txt": ""},
+        "import outer\nseen['is'] = bool(outer.extra), outer.FOUND[0]",
+    ),
+    "put there by now": (
+        {"outer": OPTIONAL},
+        {},
+        "sys.modules['extra'] = os\nimport outer\nseen['is'] = bool(outer.extra)",
+    ),
+    "a variable that an import sets": (
+        {"outer": "import os\nos.environ['FORCED'] = '1'"},
+        {},
+        "os.environ['FORCED'] = '0'\nimport outer\nseen['is'] = os.environ['FORCED']",
+    ),
+    "a variable that an import sets where it is missing": (
+        {"outer": SETTING, "inner": ""},
+        {},
+        "os.environ['LEVEL'] = 'debug'\nimport outer\nseen['is'] = outer.LEVEL",
+    ),
+    "a variable that an import changes": (
+        {"outer": SETTING, "inner": ""},
+        {},
+        "import outer\nseen['is'] = os.environ['MANY'], os.environ['LEVEL'], outer.LEVEL",
+    ),
+    "filters": (
+        {"outer": SETTING, "inner": ""},
+        {},
+        "import outer\nseen['is'] = [str(one) for one in _warnings.filters]",
+    ),
+    "a finder that refuses": (
+        {"outer": "try:\n    import inner\nexcept ImportError:\n    inner = None", "inner": ""},
+        {},
+        "class Finder:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'inner':\n            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Finder())\nimport outer\nseen['is'] = bool(outer.inner)",
+    ),
+    "a finder that finds": (
+        {"outer": "import inner", "inner": ""},
+        {},
+        MARKING + "class Finder:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'inner':\n            spec = PathFinder.find_spec(name, path)\n"
+        "            spec.loader = Marking(name, spec.origin)\n            return spec\n"
+        f"sys.meta_path.insert(0, Finder())\n{LOOK}",
+    ),
+    "a finder that asks all others": (
+        {"outer": "import inner", "inner": ""},
+        {},
+        "class Finder:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        found = [one.find_spec(name, path) for one in sys.meta_path if one is not self]\n"
+        "        return next(filter(None, found), None)\n"
+        f"sys.meta_path.insert(0, Finder())\n{LOOK}",
+    ),
+    "what finders are asked for": (
+        {"outer": "import inner\ntry:\n    import extra.part\nexcept ImportError: pass",
+         "inner": ""},
+        {},
+        "asked = []\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        asked.append(name)\nsys.meta_path.insert(0, Finder())\nimport outer\n"
+        "sys.meta_path.pop(0)\nseen['is'] = asked",
+    ),
+    "path hooks": (
+        {"outer": "import inner", "inner": ""},
+        {},
+        MARKING + "sys.path_hooks.insert(0, FileFinder.path_hook((Marking, ['.py'])))\n"
+        f"sys.path_importer_cache.clear()\n{LOOK}",
+    ),
+    "an import function": (
+        {"outer": "try:\n    import inner\nexcept ImportError:\n    inner = None", "inner": ""},
+        {},
+        "import builtins\nfirst = builtins.__import__\ndef refuse(name, *more):\n"
+        "    if name == 'inner':\n        raise ImportError(name)\n    return first(name, *more)\n"
+        "builtins.__import__ = refuse\nimport outer\nseen['is'] = bool(outer.inner)",
+    ),
+}  # fmt: skip
+"""What is installed, what lies beside the script, and the script."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_script_that_changes_imports_finds_what_a_fresh_python_finds(
+    tmp_path: Path, shape: str
+) -> None:
+    installed, own, text = SHAPES[shape]
+    install(tmp_path, **installed)
+    for name, content in own.items():
+        path = tmp_path / "script" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    path = str(tmp_path / "installed")
+    program = FRESH.format(script=str(tmp_path / "script")) + text + END.replace("reasons", "None")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path, "MANY": "x"},
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    fresh = json.loads(done.stdout)["is"]
+    assert run(tmp_path, ("outer",), text, MANY="x")["is"] == fresh
+
+
+def test_variables_that_one_import_sets_and_another_reads_change_nothing(tmp_path: Path) -> None:
+    """The second one is the image's, although the rank does not have what it has read."""
+    install(
+        tmp_path,
+        outer="import os\nos.environ['MANY'] += ':b'\nimport inner",
+        inner="import os\nSEEN = os.environ['MANY']\nos.environ['OWN'] = SEEN\nos.environ['OWN']",
+    )
+    text = "import outer, inner\nseen['is'] = inner.SEEN, os.environ['MANY'], os.environ['OWN']\n"
+    text += "seen['same'] = outer is stored['outer'] and inner is stored['inner']\n"
+    seen = run(tmp_path, ("outer",), text, MANY="a")
+    assert (seen["is"], seen["same"]) == (["a:b"] * 3, True)
+
+
 def test_finders_of_the_script_see_every_import(tmp_path: Path) -> None:
     install(tmp_path, outer="import inner", inner="")
     text = """
