@@ -96,7 +96,8 @@ LONG = {
     "seen['is'] = root.level, [repr(h) for h in root.handlers], logging.raiseExceptions",
     "loggers": "import logging\nseen['is'] = logging.getLogger('own').getEffectiveLevel()",
     "multiprocessing": "import multiprocessing as mp\n"
-    "seen['is'] = mp.get_start_method(), mp.current_process().name, mp.parent_process()",
+    "seen['is'] = mp.get_start_method(), mp.current_process().name, mp.parent_process()\n"
+    "seen['name'] = sys.modules['__mp_main__'] is sys.modules['__main__']",
     "threading": "import threading\nseen['is'] = [t.name for t in threading.enumerate()"
     " if not t.name.startswith('perdure')], threading.current_thread().name",
     "signal": "import signal\nseen['is'] = [str(signal.getsignal(n)) for n in range(1, 32)]",
@@ -154,6 +155,11 @@ LONG = {
     "seen['more'] = sorted(m for m in sys.modules if m[:5] == 'email')",
     "debug_level": "os.environ['TORCH_DISTRIBUTED_DEBUG'] = 'DETAIL'\n"
     "import torch.distributed as dist\nseen['is'] = str(dist.get_debug_level())",
+    "cpus": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    "os.environ.pop('OMP_NUM_THREADS', None)\nimport torch\n"
+    "seen['is'] = torch.get_num_threads()",
+    "many_threads": "os.environ['OMP_NUM_THREADS'] = '999'\nimport torch\n"
+    "seen['is'] = torch.get_num_threads()",
     "process": "import threading, subprocess\nmain = threading.main_thread()\n"
     "seen['thread'] = main.native_id == os.getpid(), main.ident == threading.get_ident()\n"
     "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"

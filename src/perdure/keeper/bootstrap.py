@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
-from typing import Any
+from pathlib import Path
 
 from perdure.failpoints import failpoint
 from perdure.files import replace_file
@@ -53,9 +54,7 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -
     except OSError as error:
         raise SystemExit(f"perdure: {error.strerror}: {plan.cwd}") from None
     reset_process()
-    bound = os.sched_getaffinity(0)
-    if bound != store.cpus:
-        os.sched_setaffinity(0, store.cpus)
+    bound = unbind(store)
     attach()
     if launch.rank == plan.ranks[0].rank and plan.imports:
         where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
@@ -70,20 +69,22 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -
 
 
 def hide_modules(
-    plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleStore, bound: set[int]
+    plan: ForkRanks, launch: RankLaunch, title: str, store: ModuleStore, bound: set[int] | None
 ) -> None:
     """Show the script only modules that a fresh Python has, and the others once it asks for them.
 
     A script that needs another module than the image has, where none can take its place, is
     executed cold from its first line on. Once it has torch, it may have begun to train: then the
-    image's module stays, and perdure says so. With torch, the rank is bound to the CPUs `bound`.
+    image's module stays, and perdure says so. With torch, the rank is bound to the CPUs `bound`, if
+    there are any.
     """
 
     def note_visible(name: str) -> None:
         if name == "torch":
-            if bound != store.cpus:
+            cpus = os.sched_getaffinity(0)
+            if bound is not None:
                 os.sched_setaffinity(0, bound)
-            set_threads(os.environ)
+            set_threads(os.environ, store, cpus)
         elif name == "torch.distributed":
             read_level = getattr(sys.modules[name], "set_debug_level_from_env", None)
             if read_level is not None:  # By the script's own TORCH_DISTRIBUTED_DEBUG.
@@ -158,18 +159,55 @@ def reset_process() -> None:
         process.current_process().authkey = os.urandom(32)
 
 
-def set_threads(environ: Any) -> None:
-    """Give torch and OpenBLAS the number of threads that a cold start would."""
+def unbind(store: ModuleStore) -> set[int] | None:
+    """Undo what an import of torch in the image did to its CPUs, and return those.
+
+    Return None if it did nothing, or if somebody else has changed the image's CPUs since.
+    """
+    bound = os.sched_getaffinity(0)
+    if bound != store.bound or bound == store.cpus:
+        return None
+    try:
+        os.sched_setaffinity(0, store.cpus)
+    except OSError:  # A cgroup has taken them all away.
+        return None
+    return bound
+
+
+def set_threads(environ: Mapping[str, str], store: ModuleStore, cpus: set[int]) -> None:
+    """Give torch and OpenBLAS the number of threads that a cold start on `cpus` would."""
     import torch
 
-    cpus = len(os.sched_getaffinity(0))
-    wanted = environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        if torch.get_num_threads() != int(wanted):
-            torch.set_num_threads(int(wanted))
-        cpus = int(wanted)
-    blas = environ.get("OPENBLAS_NUM_THREADS", "")
-    _set_openblas_threads(int(blas) if blas.isdecimal() and int(blas) > 0 else cpus)
+    threads = _read_count(environ, "OMP_NUM_THREADS")
+    changed = any(_read_count(environ, name) != _read_count(store.counts, name)
+                  for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))  # fmt: skip
+    if changed or cpus != store.cpus:
+        count = _read_count(environ, "MKL_NUM_THREADS") or threads or len(cpus)
+        if torch._C.has_mkl and environ.get("MKL_DYNAMIC", "").upper() != "FALSE":
+            count = min(count, _count_cores())
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+    threads = threads or len(os.sched_getaffinity(0))
+    _set_openblas_threads(_read_count(environ, "OPENBLAS_NUM_THREADS") or threads)
+
+
+def _read_count(environ: Mapping[str, str], name: str) -> int:
+    """Return the number that a variable begins with; 0 if that is none, or no number of threads."""
+    first = environ.get(name, "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
+def _count_cores() -> int:
+    """Return the number of cores of this machine, more than which MKL never uses."""
+    folder = "/sys/devices/system/cpu"
+    with contextlib.suppress(OSError):
+        siblings = {
+            Path(folder, name, "topology/thread_siblings_list").read_bytes()
+            for name in os.listdir(folder)
+            if name[3:].isdecimal()
+        }
+        return len(siblings)
+    return os.cpu_count() or 1
 
 
 def _set_openblas_threads(count: int) -> None:
@@ -203,7 +241,7 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
         __annotations__={}, __builtins__=sys.modules["builtins"], __package__=None, __spec__=None
     )
     sys.modules["__main__"] = main
-    sys.argv = [script, *args]
+    sys.argv[:] = [script, *args]  # Modules of the image have this list.
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), script, *args]
     try:
         if module:
