@@ -5,6 +5,8 @@ processes, a signal handler. A package that makes one at its import stays out of
 """
 
 import contextlib
+import decimal
+import faulthandler
 import gc
 import locale
 import logging
@@ -13,10 +15,12 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import types
+import warnings
 
 from perdure.adapters.host import list_children, read_text
 
@@ -40,8 +44,8 @@ class Footprint:
     def __init__(self) -> None:
         """Read the state of the process."""
         tempfile.__dict__["_name_sequence"] = None
-        gc.freeze()
         self._state = _read_state()
+        gc.freeze()
 
     def find_change(self) -> str:
         """Return what ranks would share that has been made since; an empty string if nothing."""
@@ -114,7 +118,7 @@ def _is_patch(key: str, value: object, package: str) -> bool:
 
 
 def _read_state() -> dict[str, object]:
-    root = logging.getLogger()
+    root, numpy = logging.getLogger(), sys.modules["numpy"]
     return {
         "opens a file": _list_files(),
         "starts a process": list_children(os.getpid()),
@@ -123,16 +127,24 @@ def _read_state() -> dict[str, object]:
             line for line in read_text("/proc/self/status").splitlines() if line[:6] == "Umask:"
         ],
         "handles a signal": [signal.getsignal(number) for number in signal.valid_signals()],
-        "changes a hook": (sys.excepthook, sys.displayhook, threading.excepthook),
+        "changes a hook": (
+            sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook,
+            warnings.showwarning, faulthandler.is_enabled(),
+        ),
         "changes sys.path": list(sys.path),
-        "changes a limit of Python": (sys.getrecursionlimit(), sys.getswitchinterval()),
+        "changes the finders": (sys.meta_path[:1], list(sys.path_hooks)),
+        "changes a limit of Python": (
+            sys.getrecursionlimit(), sys.getswitchinterval(), gc.isenabled(), gc.get_threshold(),
+            sys.get_int_max_str_digits(), socket.getdefaulttimeout(), decimal.getcontext().prec,
+        ),
         "changes a limit": [resource.getrlimit(number) for number in _LIMITS],
         "changes the locale": locale.setlocale(locale.LC_ALL),
         "changes the root logger": (root.level, list(root.handlers)),
-        "draws random numbers": random.getstate(),
+        "draws random numbers": (random.getstate(), numpy.random.get_state()[1].tobytes()),
         "changes the default folder of temporary files": tempfile.tempdir,
+        "changes a default of numpy": (numpy.geterr(), repr(numpy.get_printoptions())),
         "changes a default of torch": _read_torch(),
-    }
+    }  # fmt: skip
 
 
 def _read_torch() -> object:
@@ -144,6 +156,12 @@ def _read_torch() -> object:
         torch.is_grad_enabled(),
         torch.get_num_threads(),
         torch.backends.cudnn.benchmark,
+        torch.initial_seed(),
+        torch.is_anomaly_enabled(),
+        torch.get_default_device(),
+        torch.multiprocessing.get_sharing_strategy(),
+        torch.multiprocessing.get_start_method(allow_none=True),
+        vars(torch._tensor_str.PRINT_OPTS).copy(),
     ]
 
 

@@ -47,6 +47,34 @@ PACKAGES = {
         "import torch\ntorch.set_float32_matmul_precision('high')",
         ("", "changes a default of torch"),
     ),
+    "seed": ("import torch\ntorch.manual_seed(5)", ("", "changes a default of torch")),
+    "other seed": ("import numpy\nnumpy.random.seed(5)", ("", "draws random numbers")),
+    "sharing": (
+        "import torch.multiprocessing as mp\nmp.set_sharing_strategy('file_system')",
+        ("", "changes a default of torch"),
+    ),
+    "printing": (
+        "import numpy\nnumpy.set_printoptions(precision=2)",
+        ("", "changes a default of numpy"),
+    ),
+    "finder": (
+        "import sys\nclass F:\n    def find_spec(self, *args): pass\nsys.meta_path.insert(0, F())",
+        ("", "changes the finders"),
+    ),
+    "path hook": ("import sys\nsys.path_hooks.append(print)", ("", "changes the finders")),
+    "warnings": (
+        "import logging\nlogging.captureWarnings(True)",
+        ("", "changes a hook"),
+    ),
+    "collector": ("import gc\ngc.set_threshold(5)", ("", "changes a limit of Python")),
+    "precision": (
+        "import decimal\ndecimal.getcontext().prec = 50",
+        ("", "changes a limit of Python"),
+    ),
+    "time-out": (
+        "import socket\nsocket.setdefaulttimeout(5)",
+        ("", "changes a limit of Python"),
+    ),
     "odd": (
         "class Kind(type):\n    __module__ = property(lambda self: 3)\n"
         "class A(metaclass=Kind):\n    pass\nkept = A()",
