@@ -18,7 +18,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 
 from perdure.failpoints import failpoint
@@ -57,7 +57,7 @@ def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, store: ModuleStore) -
     bound = unbind(store)
     attach()
     if launch.rank == plan.ranks[0].rank and plan.imports:
-        where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
+        where = plan.cwd if plan.module else os.path.dirname(os.path.realpath(plan.script))
         record_imports(plan.imports, where)
     hide_modules(plan, launch, title, store, bound)
     run_main(
@@ -260,7 +260,7 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
 
 
 def _run_path(script: str, main: types.ModuleType) -> None:
-    path = os.path.abspath(script)
+    path = os.path.join(os.getcwd(), script)  # `link/..` may be elsewhere: Python shortens nothing.
     if os.path.isdir(path) or _is_archive(path):
         importlib.import_module("runpy")
         _set_path(path)
@@ -279,7 +279,8 @@ def _run_path(script: str, main: types.ModuleType) -> None:
     _set_path(os.path.dirname(os.path.realpath(path)))
     main.__file__ = path
     main.__dict__["__cached__"] = None
-    main.__loader__ = SourceFileLoader("__main__", path)
+    loader = SourceFileLoader if code is None else SourcelessFileLoader
+    main.__loader__ = loader("__main__", path)
     if code is None:
         code = compile(source, path, "exec", dont_inherit=True)
         del source

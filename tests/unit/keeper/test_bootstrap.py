@@ -2,8 +2,10 @@
 
 import json
 import os
+import py_compile
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +35,46 @@ for one_cpu, environ in json.loads(sys.argv[1]):
     found.append(int(os.read(read, 9)))
 print(found)
 """
+MAIN = """
+import sys
+held, script = sys.argv, sys.argv[1]
+from perdure.keeper.bootstrap import run_main
+sys.modules["held"] = held
+run_main(script, ("a", "b"), module=False, traceback_file="")
+"""
+SCRIPT = """
+import sys
+print(__file__, sys.argv, sys.path[0], type(__loader__).__name__, __cached__)
+"""
+
+
+@pytest.mark.parametrize("script", ["./train.py", "link/../train.py", "train.pyc"])
+def test_a_script_s_path_is_as_python_has_it(tmp_path: Path, script: str) -> None:
+    """`link/..` is the folder above the one that the link leads to."""
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/deep")
+    for folder in (tmp_path, tmp_path / "real"):
+        (folder / "train.py").write_text(SCRIPT)
+    py_compile.compile(str(tmp_path / "train.py"), cfile=str(tmp_path / "train.pyc"))
+
+    def start(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, timeout=PATIENCE_S,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout.decode()
+
+    assert start("-c", MAIN, script) == start(script, "a", "b")
+
+
+def test_modules_of_the_image_have_the_script_s_arguments(tmp_path: Path) -> None:
+    """As `ARGV = sys.argv` at the top of a library."""
+    script = tmp_path / "train.py"
+    script.write_text("import held, sys\nassert held is sys.argv and held[1:] == ['a', 'b']")
+    command = [sys.executable, "-c", MAIN, str(script)]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.torch
