@@ -48,7 +48,11 @@ SHORT = {
     "torch": "import torch\n"
     "seen['more'] = sorted(m for m in sys.modules if not m[:7] == 'perdure')\n"
     "seen['filters'] = [repr(one) for one in _warnings.filters]\n"
-    "seen['threads'] = torch.get_num_threads()",
+    "seen['threads'] = torch.get_num_threads()\n"
+    "loaders = [getattr(m, '__loader__', None) for m in list(sys.modules.values())]\n"
+    "specs = [getattr(m, '__spec__', None) for m in list(sys.modules.values())]\n"
+    "loaders += [spec.loader for spec in specs if spec]\n"
+    "seen['loaders'] = sorted({type(loader).__name__ for loader in loaders})",
     "own_module": "import tqdm\nseen['is'] = where('tqdm')",
     "vendored": "sys.path.insert(0, os.path.abspath('third_party'))\nimport requests\n"
     "seen['is'] = where('urllib3', 'requests', 'idna')",

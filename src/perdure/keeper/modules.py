@@ -715,8 +715,11 @@ class Stored:
         return self._module
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Show what else its import would have shown."""
-        module.__dict__["__spec__"] = self._spec
-        if isinstance(module.__dict__.get("__loader__"), Stored):
-            module.__dict__["__loader__"] = self._loader
-        self._store.take(module.__name__)
+        """Show what else its import would have shown; until then, other threads wait for it."""
+        try:
+            self._store.take(module.__name__)
+        finally:
+            self._spec.loader = self._loader  # `Loading` may have put this one there.
+            module.__dict__["__spec__"] = self._spec
+            if isinstance(module.__dict__.get("__loader__"), Stored):
+                module.__dict__["__loader__"] = self._loader

@@ -340,6 +340,29 @@ def test_variables_that_one_import_sets_and_another_reads_change_nothing(tmp_pat
     assert (seen["is"], seen["same"]) == (["a:b"] * 3, True)
 
 
+def test_another_thread_waits_for_an_import_to_end(tmp_path: Path) -> None:
+    """It would find a package without its parts."""
+    install(tmp_path, pack____init__="from . import part\nimport inner", pack__part="", inner="")
+    text = """
+import threading
+def look():
+    import pack
+    seen["parts"] = "inner" in sys.modules
+thread = threading.Thread(target=look)
+class Finder:
+    def concerns(self, name):
+        return name == "inner"
+    def find_spec(self, name, path=None, target=None):
+        if name == "inner":
+            thread.start()
+            thread.join(1.0)
+sys.meta_path.insert(0, Finder())
+import pack
+thread.join()
+"""
+    assert run(tmp_path, ("pack",), text)["parts"]
+
+
 def test_finders_of_the_script_see_every_import(tmp_path: Path) -> None:
     install(tmp_path, outer="import inner", inner="")
     text = """
