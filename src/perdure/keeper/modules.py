@@ -50,12 +50,14 @@ _REGISTRIES = ("cython_runtime", "_cython_")
 class Trace:
     """What one module did at its import."""
 
-    __slots__ = ("environ", "filters", "finders", "needs", "reads")
+    __slots__ = ("environ", "filters", "finders", "looks", "needs", "reads")
 
     def __init__(self) -> None:
         """Note nothing yet."""
         self.needs: dict[str, None] = {}
         """Modules that it asked for, in order."""
+        self.looks: set[str] = set()
+        """Modules that it looked for, as by `importlib.util.find_spec`, and may not have loaded."""
         self.reads: dict[str, str | None] = {}
         """Variables that it read before it set them, and their values then."""
         self.environ: dict[str, str] = {}
@@ -141,17 +143,21 @@ class ModuleLog:
         self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         """Find a module as the others do, and log what its import does."""
-        self._need(fullname)
         self.found.add(fullname)
         spec = find_elsewhere(self, fullname, path, target)
         if spec is None:
             self.missing.add(fullname)
         elif spec.loader is not None:
             spec.loader = Loading(spec.loader, self._run)  # type: ignore[assignment]
+            if self._stack:
+                self._top().looks.add(fullname)
+            return spec
+        self._need(fullname)
         return spec
 
     def _run(self, exec_module: "Callable[[ModuleType], None]", module: "ModuleType") -> None:
         self._settle()
+        self._need(module.__name__)
         before = set(sys.modules)
         self._stack.append(module.__name__)
         try:
@@ -336,6 +342,8 @@ class ModuleStore:
             if str(getattr(spec := getattr(module, "__spec__", None), "origin", "")).endswith(".so")
             and getattr(spec, "name", "") == name  # Else it is another package's, by another name.
         } - set(sys.stdlib_module_names)
+        looks = {name: trace.looks - trace.needs.keys() for name, trace in log.traces.items()}
+        self._looks = {name: found for name, found in looks.items() if found}
         self._needed = self._list_tops(self._close(*self._compiled, visible=False))
         self._hideable = [name for name in self._whole if self._may_hide(name)]
         usual = {name: self._close(name, visible=False) for name in _USUAL if name in self._whole}
@@ -619,7 +627,8 @@ class ModuleStore:
 
         Modules that another one has made have no place on it.
         """
-        tops = {name.partition(".")[0] for name in names} & self._log.found
+        looks = (self._looks[name] for name in self._looks.keys() & names)
+        tops = {name.partition(".")[0] for name in names.union(*looks)} & self._log.found
         return tops - self._log.fresh - {OWN, *sys.builtin_module_names}
 
     def _find_other_origin(self, tops: set[str]) -> str:

@@ -363,6 +363,20 @@ thread.join()
     assert run(tmp_path, ("pack",), text)["parts"]
 
 
+def test_a_module_that_another_looks_for_is_not_imported(tmp_path: Path) -> None:
+    """As torch._dynamo looks for networkx, which another import of the image has loaded."""
+    install(
+        tmp_path,
+        outer="import importlib.util\nWHERE = importlib.util.find_spec('inner').origin",
+        inner="",
+    )
+    text = "import outer\nseen['is'] = 'inner' in sys.modules, outer is stored['outer']"
+    assert run(tmp_path, ("outer", "inner"), text)["is"] == [False, True]
+    (tmp_path / "script" / "inner.py").write_text("")
+    where = run(tmp_path, ("outer", "inner"), "import outer\nseen['is'] = outer.WHERE")["is"]
+    assert where == str(tmp_path / "script" / "inner.py")
+
+
 def test_finders_of_the_script_see_every_import(tmp_path: Path) -> None:
     install(tmp_path, outer="import inner", inner="")
     text = """
