@@ -98,6 +98,10 @@ LONG = {
     "seen['is'] = tempfile.tempdir, tempfile.gettempdir() == os.getcwd()",
     "logging": "import logging\nroot = logging.getLogger()\n"
     "seen['is'] = root.level, [repr(h) for h in root.handlers], logging.raiseExceptions",
+    "log_config": "import logging.config, requests\nlogging.config.dictConfig({'version': 1})\n"
+    "import torch, torch.distributed\nknown = logging.root.manager.loggerDict\n"
+    "names = [n for n in known if n in sys.modules and n[:7] in ('torch.d', 'urllib3')]\n"
+    "seen['is'] = sorted(n for n in names if logging.getLogger(n).disabled)",
     "loggers": "import logging\nseen['is'] = logging.getLogger('own').getEffectiveLevel()",
     "multiprocessing": "import multiprocessing as mp\n"
     "seen['is'] = mp.get_start_method(), mp.current_process().name, mp.parent_process()\n"

@@ -318,6 +318,8 @@ class ModuleStore:
         """How many modules are being shown, one for the other; what they need was checked."""
         self._on_visible: Callable[[str], None] = lambda name: None
         self._on_unequal: Callable[[str], None] = lambda reason: None
+        self._logger: Any = None
+        """A logger that the script does not know: disabled if it disables all that there are."""
         self._hidden: dict[str, ModuleType] = {}
         self._whole = dict(sys.modules)
         self._missing = log.missing - self._whole.keys()
@@ -396,6 +398,8 @@ class ModuleStore:
         import atexit
 
         self._environ = dict(os.environ)
+        if "logging" in self._whole:
+            self._logger = self._whole["logging"].getLogger(OWN)
         self._on_visible, self._on_unequal = on_visible, on_unequal
         for name in filter(self._may_hide, list(sys.modules)):
             self._hidden[name] = sys.modules.pop(name)
@@ -493,7 +497,16 @@ class ModuleStore:
             now = os.environ.get(variable)
             if trace.reads.get(variable, now) == now:
                 os.environ[variable] = value
+        if self._logger is not None and self._logger.disabled:
+            self._enable_loggers(name)
         self._on_visible(name)
+
+    def _enable_loggers(self, name: str) -> None:
+        """Enable the loggers of a module: by a fresh import they would be new."""
+        known = self._logger.manager.loggerDict
+        for one in (known.get(name), *getattr(self._whole[name], "__dict__", {}).values()):
+            if issubclass(type(one), self._whole["logging"].Logger):  # A proxy may lie.
+                one.disabled &= one.name != name and one.name in sys.modules
 
     def take(self, name: str) -> None:
         """Hand out `name`, once: a second import of it is the script's own."""

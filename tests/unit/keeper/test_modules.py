@@ -287,6 +287,14 @@ SHAPES = {
         "        asked.append(name)\nsys.meta_path.insert(0, Finder())\nimport outer\n"
         "sys.meta_path.pop(0)\nseen['is'] = asked",
     ),
+    "loggers": (
+        {"outer": "import logging, inner\nlog = logging.getLogger(__name__)\n"
+         "more = logging.getLogger('more')\nfrom inner import log as other",
+         "inner": "import logging\nlog = logging.getLogger(__name__)"},
+        {},
+        "import inner, logging.config\nlogging.config.dictConfig({'version': 1})\nimport outer\n"
+        "seen['is'] = [log.disabled for log in (outer.log, outer.more, outer.other)]",
+    ),
     "path hooks": (
         {"outer": "import inner", "inner": ""},
         {},
