@@ -610,9 +610,11 @@ class ModuleStore:
     def _ask_finders(self, name: str, asked: set[str]) -> str:
         """Return which finder of the script finds what the import of `name` needs."""
         trace = self._log.traces.get(name, Trace())
-        for need in trace.needs:
-            missing = need in self._missing
-            if need in asked or need in sys.modules or not (missing or need in self._hidden):
+        for need in (*trace.needs, *sorted(self._looks.get(name, ()))):
+            missing, look = need in self._missing, need not in trace.needs
+            if need in asked or need in sys.modules:
+                continue
+            if not (missing or look or need in self._hidden):
                 continue
             asked.add(need)
             path = self._paths.get(need.rpartition(".")[0])
@@ -621,7 +623,7 @@ class ModuleStore:
                     break
                 if not self._is_known(finder) and finder.find_spec(need, path) is not None:
                     return f"{type(finder).__name__} finds {need}"
-            if reason := self._ask_finders(need, asked):
+            if reason := "" if look else self._ask_finders(need, asked):
                 return reason
         return ""
 

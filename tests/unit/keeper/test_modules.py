@@ -280,7 +280,8 @@ SHAPES = {
         f"sys.meta_path.insert(0, Finder())\n{LOOK}",
     ),
     "what finders are asked for": (
-        {"outer": "import inner\ntry:\n    import extra.part\nexcept ImportError: pass",
+        {"outer": "import inner\ntry:\n    import extra.part\nexcept ImportError: pass\n"
+         "import importlib.util\nimportlib.util.find_spec('apart')",
          "inner": ""},
         {},
         "asked = []\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
