@@ -147,12 +147,12 @@ class Job:
         from perdure.service.jobfiles import load_parts
 
         parts = load_parts(self.paths)
-        from perdure.launch.slurm.client import Slurm
+        if parts and parts.slurm:
+            from perdure.launch.slurm.client import Slurm
 
-        try:
-            return Slurm().list_attempts(parts.slurm.job) if parts and parts.slurm else []
-        except PerdureError:
-            return []
+            with contextlib.suppress(PerdureError):
+                return Slurm().list_attempts(parts.slurm.job)
+        return []
 
     def judge_outcome(self, entries: "list[JournalEntry]") -> "JobOutcome":
         """Return whether it finished, died, stalled or runs, by what lies on the disk."""

@@ -6,9 +6,7 @@ import subprocess
 from collections.abc import Mapping
 
 from perdure.adapters.box import read_slurm
-from perdure.launch.kubernetes.pod import USABLE
-
-_KILL_WAIT = re.compile(r"\d+")
+from perdure.model.platforms.kubernetes import USABLE
 
 
 def read_window_s(env: Mapping[str, str]) -> float | None:
@@ -20,9 +18,9 @@ def read_window_s(env: Mapping[str, str]) -> float | None:
     try:
         if with_pod:
             return _check(float(with_pod) * USABLE)
-        if env.get("SLURM_JOB_ID"):
-            found = _KILL_WAIT.match(read_slurm().get("KillWait", ""))
-            return _check(float(found[0])) if found else None
+        told = read_slurm().get("KillWait", "") if env.get("SLURM_JOB_ID") else ""
+        if found := re.match(r"\d+", told):
+            return _check(float(found[0]))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return None

@@ -446,3 +446,19 @@ def test_every_module_of_the_wheel_that_goes_along_compiles() -> None:
         assert len(names) > 100
         for name in names:
             compile(wheel.read(name), name, "exec", dont_inherit=True)
+
+
+def test_what_goes_along_needs_nothing_that_stays_at_home() -> None:
+    """A function may import what stays at home, for a platform that no session has."""
+    with zipfile.ZipFile(io.BytesIO(cells._store_wheel())) as wheel:
+        files = [name for name in wheel.namelist() if name.endswith(".py")]
+        known = {name[:-3].removesuffix("/__init__").replace("/", ".") for name in files}
+        missing = {
+            f"{name}: {node.module}"
+            for name in files
+            for node in ast.parse(wheel.read(name)).body
+            if isinstance(node, ast.ImportFrom)
+            and str(node.module).startswith("perdure")
+            and node.module not in known
+        }
+    assert missing == set()

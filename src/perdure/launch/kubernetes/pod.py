@@ -28,7 +28,7 @@ from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
 from perdure.launch.runs import follow, hear, locate_own_job, look_at_job, say
 from perdure.model.job import JobSpec
-from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
+from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT, USABLE
 
 _WORDS = {int(signal.SIGTERM): "the pod is told to go"}
 _POLL_S = 0.2
@@ -60,10 +60,6 @@ def make_user_variables(environ: Mapping[str, str]) -> dict[str, str]:
     except KeyError:
         lacking["USER"] = environ.get("USER", "perdure")
     return lacking
-
-
-USABLE = 0.9
-"""Share of a pod's grace that its job uses; the rest is for what comes afterwards."""
 
 
 class Pod:

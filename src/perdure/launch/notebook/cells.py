@@ -190,11 +190,11 @@ _AT_HOME = tuple(
     for part in (
         "cli/adopting/", "cli/drill.py", "cli/drive.py", "cli/page/", "cli/plan.py",
         "cli/profile.py", "cli/trace.py", "cli/watching/", "dash/static/live.",
-        "dash/static/vendor/", "lab/", "launch/schemas/",
+        "dash/static/vendor/", "lab/", "launch/kubernetes/", "launch/schemas/", "launch/slurm/",
     )
 )  # fmt: skip
 """Parts that a session does not use: the laboratory and its commands, `perdure init`, the live
-page, the screen. A notebook has no room for them (`KAGGLE_SOURCE_MAX`)."""
+page, the screen, clusters. A notebook has no room for them (`KAGGLE_SOURCE_MAX`)."""
 
 
 def _store_wheel() -> bytes:
