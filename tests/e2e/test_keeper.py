@@ -23,6 +23,8 @@ from perdure.model.bus.wire import (
     KeeperState,
     KeeperStatus,
     KeeperStopped,
+    KeeperStore,
+    KeeperStoreReady,
 )
 from tests.e2e.node import JOB, MAIN, Node
 from tests.waiting import PATIENCE_S, wait_until
@@ -231,6 +233,48 @@ def _plain(node: Node, *command: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *command], env=env, cwd=node.home, capture_output=True, text=True,
         stdin=subprocess.DEVNULL, timeout=PATIENCE_S,
     )  # fmt: skip
+
+
+def find_stores(node: Node, word: str) -> dict[int, psutil.Process]:
+    """Return processes below the keeper whose title says that they are the store `word`, by pid."""
+    found = {}
+    for process in psutil.Process(node.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline()).split()
+            if title[:2] == ["perdure", "store"] and title[-1] == word:
+                found[process.pid] = process
+    return found
+
+
+def test_a_standby_serves_the_next_generation(node: Node) -> None:
+    """It is there before it is needed, lives through an end, and is replaced once it is used."""
+    node.wait_warm()
+    script = node.script("import time\ntime.sleep(3600)\n")
+    node.serve_store(0, 1)
+    assert node.spawn(0, script).warm
+    wait_until(lambda: find_stores(node, "standby"), "a standby")
+    (older,) = find_stores(node, "g0")
+    ((first, process),) = find_stores(node, "standby").items()
+    ports = {one.laddr.port for one in process.net_connections()}
+    node.ask(KeeperKill(0))
+    node.ask(KeeperStore(1, 1))
+    assert node.expect(KeeperStoreReady, generation=1).port in ports
+    node.expect(KeeperStopped, generation=0)
+    wait_until(lambda: is_gone(older), "the end of the older store")
+    assert node.spawn(1, script).warm
+
+    def find_another() -> set[int]:
+        return find_stores(node, "standby").keys() - {first}
+
+    wait_until(find_another, "another standby")
+    (second,) = find_another()
+    os.kill(second, signal.SIGKILL)
+    wait_until(lambda: is_gone(second), "its end")
+    node.ask(KeeperKill(1))
+    node.ask(KeeperStore(2, 1))
+    assert node.expect(KeeperStoreReady, generation=2).port
+    node.expect(KeeperStopped, generation=1)
+    assert find_stores(node, "g2")
 
 
 @pytest.mark.parametrize(

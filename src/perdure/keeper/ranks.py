@@ -68,6 +68,12 @@ _EVERYTHING = 1 << 62
 _RESCAN_S = 0.005
 _RESCAN_S_MAX = 0.1
 _IDLE_S = 1.0
+_STANDBY = -2
+"""Generation of a store that no generation has yet."""
+_STANDBY_AFTER_S = 2.0
+"""From the start of ranks, which need the processors, to the fork of a standby."""
+_STANDBY_S = 5.0
+"""Longest wait for that fork; the generation after it makes its own store then."""
 _AGAIN_S = 2.0
 """Until processes are asked for again that the machine has refused."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -149,6 +155,15 @@ class Forking:
     deadline_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A store that serves already, for the generation that comes next."""
+
+    pid: int
+    port: int
+    order: KeeperStore
+
+
 class Ranks:
     """Orders in, processes out. Time-outs are kept by `advance`, which the loop calls often."""
 
@@ -179,8 +194,15 @@ class Ranks:
         self._waiting: list[KeeperSpawn] = []
         """Ordered and not yet begun: a new generation, or members beside the one that lives."""
         self._store: KeeperStore | None = None
+        self._served: KeeperStore | None = None
+        """The newest order for a store."""
         self._store_ready: KeeperStoreReady | None = None
         self._store_pid = 0
+        self._stores: set[int] = set()
+        """Stores that live, of any generation: they never end by themselves."""
+        self._standby: Standby | None = None
+        self._standby_s = math.inf
+        """When the next standby is made."""
         self._forking: Forking | None = None
         self._again_s = 0.0
         """Nothing is started before: there was no process to be had, or no room."""
@@ -218,7 +240,7 @@ class Ranks:
     @property
     def next_look_s(self) -> float:
         """Seconds until `advance` has something to do."""
-        if self._ending is None or self._forking is not None:
+        if self._ending is None or (self._forking and self._forking.order.generation != _STANDBY):
             return _IDLE_S
         return max(0.0, self._ending.next_look_s - time.monotonic())
 
@@ -239,7 +261,7 @@ class Ranks:
     @property
     def _spared(self) -> set[int]:
         """Processes below the keeper that belong to no generation."""
-        return self._warmth.pids | {self.output.pid}
+        return self._warmth.pids | {self.output.pid, self._standby.pid if self._standby else 0}
 
     # --- orders -------------------------------------------------------------------------------
 
@@ -284,7 +306,19 @@ class Ranks:
         elif not self._is_under_way(order.generation, store=True) and (
             self._store is None or self._store.generation < order.generation
         ):
-            self._store = order
+            self._store = self._served = order
+            self._use_standby()
+
+    def _use_standby(self) -> None:
+        """Have the standby be the store that was ordered, if it is like that."""
+        order, standby = self._store, self._standby
+        if order is None or standby is None:
+            return
+        found = read_process(standby.pid)
+        alive = found is not None and not found.dead  # It may have died just now.
+        if alive and msgspec.structs.replace(order, generation=_STANDBY) == standby.order:
+            self._store = self._standby = None
+            self._adopt_store(order.generation, standby.pid, standby.port)
 
     def _is_under_way(self, generation: int, *, store: bool = False) -> bool:
         """Whether the image is just forking this: the answer follows then."""
@@ -309,6 +343,8 @@ class Ranks:
         upto = _EVERYTHING if generation is None else generation
         self._ended = max(self._ended, upto)
         self._waiting = [order for order in self._waiting if order.generation > upto]
+        if generation is None:
+            self._standby, self._standby_s = None, math.inf
         if self._store is not None and self._store.generation <= upto:
             self._store = None
         now = warn_s = time.monotonic()
@@ -371,14 +407,18 @@ class Ranks:
         """Do what has become possible: end, then start."""
         self._end_raised(now)
         if self._forking is not None:
+            standby = self._forking.order.generation == _STANDBY
             if now > self._forking.deadline_s:
                 self._log("the image does not answer")
                 self._fail_fork("the image did not answer in time")
-                self._warmth.drop_current()
-            return
+                if not standby:
+                    self._warmth.drop_current()
+                return
+            if not standby:
+                return
         if self._ending is not None and now >= self._ending.next_look_s:
             self._advance_ending(self._ending, now)
-        if self._ending is not None:
+        if self._ending is not None or self._forking is not None:
             return
         self._end_cleaners(now)
         if self._store is not None:
@@ -387,6 +427,8 @@ class Ranks:
             return
         if self._waiting:
             self._begin_spawn(self._waiting[0])
+        elif now >= self._standby_s:
+            self._begin_standby()
 
     def note_exit(self, pid: int, status: int, usage: struct_rusage) -> None:
         """Take over the status of a child: a rank, a store, an image, or an orphan."""
@@ -395,8 +437,10 @@ class Ranks:
         rank = self._by_pid.pop(pid, None)
         if rank is not None:
             self._finish(rank, status, usage, at_s)
-        elif pid == self._store_pid:
-            self._store_pid = 0
+        elif pid in self._stores:
+            self._stores.discard(pid)
+            self._store_pid = 0 if pid == self._store_pid else self._store_pid
+            self._standby = self._standby if self._standby and self._standby.pid != pid else None
         elif self._forking is not None:
             self._unclaimed[pid] = (status, usage, at_s)
         if self._ending is not None:
@@ -413,11 +457,12 @@ class Ranks:
                 self._adopt(order, answer.pids, warm=True, why_cold="")
             case StoreForked() if isinstance(order, KeeperStore):
                 self._end_fork()
-                self._store_pid = answer.pid
-                self._roots[answer.pid] = answer.generation
-                if answer.pid in self._unclaimed:
-                    self._store_pid = 0
-                self._answer_store(KeeperStoreReady(answer.generation, answer.port))
+                if order.generation != _STANDBY:
+                    self._adopt_store(answer.generation, answer.pid, answer.port)
+                elif answer.pid not in self._unclaimed and self._ended != _EVERYTHING:
+                    self._stores.add(answer.pid)
+                    self._standby = Standby(answer.pid, answer.port, order)
+                    self._use_standby()
             case ForkFailed():
                 self._fail_fork(answer.reason)
             case _:
@@ -439,10 +484,30 @@ class Ranks:
         if image is None:
             self._answer_store(KeeperStoreReady(order.generation, 0, self._warmth.why_cold))
             return
+        self._fork_store(order, image)
+
+    def _begin_standby(self) -> None:
+        """Have the image fork a store that no generation waits for.
+
+        To fork one takes a quarter of the time from a death to the next life's first line.
+        """
+        self._standby_s = math.inf
+        if self._warmth.current is not None and self._served is not None and not self._standby:
+            order = msgspec.structs.replace(self._served, generation=_STANDBY)
+            self._fork_store(order, self._warmth.current)
+
+    def _fork_store(self, order: KeeperStore, image: ImageProcess) -> None:
         self._start_fork(order, image)
         image.lines.send(
             ForkStore(**msgspec.structs.asdict(order), job=self._job, keeper=os.getpid())
         )
+
+    def _adopt_store(self, generation: int, pid: int, port: int) -> None:
+        gone = pid in self._unclaimed
+        self._store_pid = 0 if gone else pid
+        self._stores |= set() if gone else {pid}
+        self._roots[pid] = generation
+        self._answer_store(KeeperStoreReady(generation, port))
 
     def _begin_spawn(self, order: KeeperSpawn) -> None:
         why_cold = self._explain_cold(order)
@@ -600,6 +665,8 @@ class Ranks:
             )
             self._ranks[number] = self._by_pid[pid] = rank
             self._roots[pid] = order.generation
+        if self._store_pid:
+            self._standby_s = time.monotonic() + _STANDBY_AFTER_S
         spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold, order.beside)
         if not order.beside:
             self._spawned = spawned
@@ -612,13 +679,16 @@ class Ranks:
 
     def _start_fork(self, order: KeeperSpawn | KeeperStore, image: ImageProcess) -> None:
         failpoint("keeper/fork", type(order).__name__)
-        self._forking = Forking(order, image, time.monotonic() + 2 * FORK_TIMEOUT_S)
+        wait_s = _STANDBY_S if order.generation == _STANDBY else 2 * FORK_TIMEOUT_S
+        self._forking = Forking(order, image, time.monotonic() + wait_s)
         self._warmth.busy = True
         self._unclaimed.clear()
 
     def _end_fork(self) -> None:
         self._forking = None
         self._warmth.busy = False
+        if self._ending is not None:
+            self._ending.next_look_s = 0.0
 
     def _fail_fork(self, reason: str) -> None:
         """End what may have been forked, then start the same order cold."""
@@ -627,7 +697,9 @@ class Ranks:
         self._end_fork()
         self._unclaimed.clear()
         self._log(f"generation {order.generation}: {reason}")
-        spared = self._spared | {self._store_pid} | set(self._by_pid)
+        if order.generation == _STANDBY:
+            return
+        spared = self._spared | self._stores | set(self._by_pid)
         for pid in reap.list_processes_below(
             scan_processes(), os.getpid(), {}, spared, order.generation
         ):
@@ -794,7 +866,7 @@ class Ranks:
                 rank.saving = rank.saving or next(iter(self._list_own(rank.pid)), "")
                 end = f" and wrote {rank.saving}" if rank.saving else ""
                 self._tell(f"killed rank {rank.rank}, which still worked on SIGTERM{end}", rank)
-        below = [pid for pid in members if pid not in {*self._by_pid, self._store_pid}]
+        below = [pid for pid in members if pid not in {*self._by_pid, *self._stores}]
         self._name_killed([p for p in below if table[p].session not in writing], table, ending)
 
     def _count_oom_kills_of(self, rank: Rank) -> int:
@@ -827,7 +899,7 @@ class Ranks:
         self._ended_pids.update(members)
         cleaners = [pid for pid in members if pid not in self._by_pid and reap.cleans_up(pid)]
         members = [pid for pid in members if pid not in cleaners]
-        left = [pid for pid in members if pid != self._store_pid]  # It never ends by itself.
+        left = [pid for pid in members if pid not in self._stores]
         if ending.warned_s and now >= ending.warned_s + _LAST_WORD_S:
             left = [pid for pid in left if self._handles_term(pid)]
             self._name_awaited(left, ending, now)
@@ -858,6 +930,9 @@ class Ranks:
             return
         if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
             self._log(f"processes {members} are another user's and go on")
+        if self._forking is not None:  # Then it is not known yet which process is the standby.
+            ending.next_look_s = now + _RESCAN_S_MAX
+            return
         self.output.drain()
         for pid in cleaners:
             self._cleaners[pid] = table[pid].start, now + _CLEANERS_S

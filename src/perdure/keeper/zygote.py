@@ -414,7 +414,8 @@ def _run_store(plan: ForkStore, go: int, answer: int) -> None:
     from perdure.worker.store import open_store, wait_for_ever
 
     os.setsid()
-    set_title(f"perdure store {plan.job} g{plan.generation}")
+    which = "standby" if plan.generation < 0 else f"g{plan.generation}"
+    set_title(f"perdure store {plan.job} {which}")
     store = open_store(plan.bind, plan.world_size, answer)
     leave_image(go, plan.keeper)
     wait_for_ever(store)
