@@ -696,9 +696,9 @@ class Ranks:
         order = self._forking.order
         self._end_fork()
         self._unclaimed.clear()
-        self._log(f"generation {order.generation}: {reason}")
         if order.generation == _STANDBY:
-            return
+            return  # The next generation makes its own store.
+        self._log(f"generation {order.generation}: {reason}")
         spared = self._spared | self._stores | set(self._by_pid)
         for pid in reap.list_processes_below(
             scan_processes(), os.getpid(), {}, spared, order.generation
@@ -928,11 +928,11 @@ class Ranks:
             ending.next_look_s = now + ending.wait_s
             ending.wait_s = min(2 * ending.wait_s, _RESCAN_S_MAX)
             return
-        if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
-            self._log(f"processes {members} are another user's and go on")
         if self._forking is not None:  # Then it is not known yet which process is the standby.
             ending.next_look_s = now + _RESCAN_S_MAX
             return
+        if members:  # What sudo has started: to wait for it would hold up the ranks for ever.
+            self._log(f"processes {members} are another user's and go on")
         self.output.drain()
         for pid in cleaners:
             self._cleaners[pid] = table[pid].start, now + _CLEANERS_S
