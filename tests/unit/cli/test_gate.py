@@ -272,6 +272,7 @@ def test_a_box_that_is_gone_with_nothing_pulled_can_be_forgotten(
     assert "nothing of it was ever brought home" in refused
     assert "this stops no meter" in refused
     site.stopped.touch()
+    assert "would be forgotten" in site.run("teardown", "--forget", "gpt", "--yes", "--dry-run")
     told = json.loads(site.run("teardown", "--forget", "gpt", "--yes", "--json").splitlines()[0])
     assert Path(told["record"]).exists()
     assert "unknown job" in site.run("status", "gpt", code=2)

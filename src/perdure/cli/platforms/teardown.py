@@ -86,7 +86,7 @@ def teardown(
 ) -> int:
     """Stop the meter, once all was pulled and verified."""
     if forgets:
-        return forget(job, yes=yes, box_is_gone=box_is_gone, as_json=as_json)
+        return forget(job, yes=yes, box_is_gone=box_is_gone, dry_run=dry_run, as_json=as_json)
     place = here()
     record = name_boxes(read_launched_record(place.home, job), ids or [])
     deletion = load_teardown(record.profile.kind).render_deletion(record, with_volume=with_volume)
@@ -207,7 +207,7 @@ def _close(home: str, record: "LaunchRecord", told: dict[str, Any], *, as_json: 
 _IS_IT_GONE = "look at the provider; --box-is-gone, once you have seen that it is"
 
 
-def forget(job: str, *, yes: bool, box_is_gone: bool, as_json: bool) -> int:
+def forget(job: str, *, yes: bool, box_is_gone: bool, dry_run: bool, as_json: bool) -> int:
     """Forget a job whose box is gone, and its results there.
 
     Nothing is stopped by it. The record is set aside, and the name is free again.
@@ -250,6 +250,9 @@ def forget(job: str, *, yes: bool, box_is_gone: bool, as_json: bool) -> int:
             note(line)
     if denials:
         raise SafetyError(f"not forgotten: {denials[0]}", hint=_IS_IT_GONE)
+    if dry_run:
+        answer({"job": job, "lost": lines}, f"{job} would be forgotten", as_json=as_json)
+        return 0
     if not yes and ask_person(f"type the job's name ({job}) to forget it: ") != job:
         raise SafetyError(f"job `{job}` was not forgotten: {lines[0]}", hint="--yes")
     at_s = time.time()

@@ -407,8 +407,9 @@ def pause(job: JobName, why: Why = "", timeout_s: Timeout = 300.0, as_json: Json
 def resume(job: JobName, timeout_s: Timeout = 60.0, as_json: Json = False) -> None:
     """Let a paused job go on, or start an ended one again.
 
-    A job that has ended is started as `perdure run` started it, with the same script and options,
-    and goes on from its newest checkpoint. The command then stays, as `perdure run` does.
+    A job that has ended is started with the script and settings of its last `perdure run`, in the
+    environment of this shell, and goes on from its newest checkpoint. The command then stays, as
+    `perdure run` does, and shows the lines of all ranks.
     """
     found = find_job(job)
     if not found.alive:
