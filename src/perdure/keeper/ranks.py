@@ -23,6 +23,7 @@ from perdure.adapters.host import (
     catches_signal,
     read_command,
     read_process,
+    read_state,
     read_text,
     scan_processes,
     send_signal,
@@ -310,14 +311,14 @@ class Ranks:
             self._use_standby()
 
     def _use_standby(self) -> None:
-        """Have the standby be the store that was ordered, if it is like that."""
+        """Have the standby be the store that was ordered, if it serves and is like that."""
         order, standby = self._store, self._standby
         if order is None or standby is None:
             return
-        found = read_process(standby.pid)
-        alive = found is not None and not found.dead  # It may have died just now.
-        if alive and msgspec.structs.replace(order, generation=_STANDBY) == standby.order:
-            self._store = self._standby = None
+        self._standby = None  # One that cannot be used ends with the older generation.
+        serves = read_state(standby.pid) not in "TtXZ"  # It may just have been killed, or stopped.
+        if serves and msgspec.structs.replace(order, generation=_STANDBY) == standby.order:
+            self._store = None
             self._adopt_store(order.generation, standby.pid, standby.port)
 
     def _is_under_way(self, generation: int, *, store: bool = False) -> bool:
