@@ -18,7 +18,6 @@ from perdure.model.events import (
     Decision,
     GenerationStopped,
     JournalEntry,
-    MessagesSetAside,
     NodeRegistered,
     RanksStarted,
     StoreReady,
@@ -30,7 +29,7 @@ from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.curves import CurveFiles, read_curves
 from perdure.service.jobfiles import parse_journal
-from perdure.service.part import LINE_MAX, Asides
+from perdure.service.part import LINE_MAX
 from perdure.service.ports import Bus, JournalStream
 from perdure.telemetry.curves import Curves
 from tests.fakes import FakeBus, FakeServer, FakeStream
@@ -51,9 +50,8 @@ class Stream:
     def __init__(self, agent: Bus, controller: Bus, stream: JournalStream, curves: str) -> None:
         self.stream, self.folder = stream, curves
         self.time_s = 1000.0
-        self.asides = Asides(lambda: self.time_s)
         self.outbox = Outbox(agent, subject_events("job", 0), node=0, source="a0-1")
-        self.workers = WorkerServer("job", self.outbox, lambda said: None, self.asides)
+        self.workers = WorkerServer("job", self.outbox, lambda said: None)
         self.service = ControllerService(
             SPEC,
             controller,
@@ -75,13 +73,6 @@ class Stream:
     def curves(self) -> Curves:
         """Return what was logged, as another process reads it."""
         return read_curves(self.folder)
-
-    async def notes(self) -> list[MessagesSetAside]:
-        """Return what the journal says was set aside, once all of it is said."""
-        for note in self.asides.take(all=True):
-            self.outbox.put(note)
-        assert await self.outbox.flush(PATIENCE_S)
-        return [body for body in await self.bodies() if isinstance(body, MessagesSetAside)]
 
 
 class FakeRank:

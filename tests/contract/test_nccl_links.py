@@ -23,7 +23,6 @@ from perdure.model.signals.nccl import HEADER_BYTES, LINK_BYTES, NcclLayout, par
 from perdure.model.signals.progress import CommProgress, NodeBeat
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.sweeps import LinkTelemetry, Ranks
-from perdure.service.part import Asides
 from perdure.telemetry.links import LinkFold, make_delay_matrix
 from tests.contract import nccl_driver as driver
 from tests.contract.nccl_driver import V5, V6
@@ -79,7 +78,7 @@ class Node:
         self.pace, self.timed = pace, timed
         """Of the network, as a multiple of the simulated one; the device's times are told."""
         self.rank, self.gpu = rank, Gpu(built, paths, rank, 4, version)
-        self.reader = RankReader(paths, rank, 0.0, Asides(time.monotonic))
+        self.reader = RankReader(paths, rank, 0.0)
         self.links = LinkTelemetry(paths, rank, 0.0, alone=False)
         self.keeper = KeeperView(0, 0, {rank: os.getpid()})
 

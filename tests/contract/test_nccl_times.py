@@ -24,7 +24,6 @@ from perdure.model.paths import JobPaths
 from perdure.model.signals.nccl import HEADER_BYTES, parse_layout
 from perdure.model.signals.progress import CommProgress, NodeBeat
 from perdure.service.agent.beats import RankReader
-from perdure.service.part import Asides
 from perdure.worker.native.build import build_nccl_plugin
 from perdure.worker.ring import RingWriter
 from tests.contract import nccl_driver as driver
@@ -95,7 +94,7 @@ class Played:
     ) -> None:
         paths = JobPaths(*[str(tmp_path)] * 3)
         self.gpus = [Gpu(built, paths, rank, ranks, version) for rank in range(ranks)]
-        self.reader = RankReader(paths, 0, 0.0, Asides(time.monotonic))
+        self.reader = RankReader(paths, 0, 0.0)
         self.keeper = KeeperView(0, 0, dict.fromkeys(range(ranks), os.getpid()))
         self.kernels, self.told = kernels, 0
         self.rng = random.Random(1)

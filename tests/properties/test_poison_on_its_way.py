@@ -38,7 +38,6 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
 from perdure.model.events import AnyEvent, JournalEntry, RankJoined
 from perdure.model.signals.progress import NodeBeat
-from perdure.telemetry.asides import list_asides
 from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.links import read_delay_matrix
 from perdure.telemetry.verdicts import list_verdicts
@@ -75,7 +74,7 @@ def read_everything(entries: list[JournalEntry]) -> None:
     snapshot = memory.fold.snapshot(now)
     render_text(report, series, width=100)
     render_html(report, snapshot, series, matrix)
-    for shown in (report, snapshot, list_verdicts(entries), list_asides(entries)):
+    for shown in (report, snapshot, list_verdicts(entries)):
         json.loads(encode(shown), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 

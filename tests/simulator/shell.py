@@ -182,7 +182,7 @@ class Shell:
         return EventAck({batch.source: taken.get(batch.source, 0) for batch in message.batches})
 
     def _believe(self, node: int, source: str, event: AnyEvent) -> None:
-        """Fail where the controller's door would set aside what an honest node tells."""
+        """Fail where the controller's door would drop what an honest node tells."""
         if "agent" not in BROUGHT_BY[type(event)]:  # Here the agent tells it for its rank.
             generation, rank = getattr(event, "generation", -1), getattr(event, "rank", -1)
             if generation < 0 or rank < 0:

@@ -33,7 +33,6 @@ from perdure.model.events import (
     JournalEntry,
     JournalMended,
     LinksNoted,
-    MessagesSetAside,
     MetricsLogged,
     NodeCordoned,
     NodeLost,
@@ -56,15 +55,7 @@ from perdure.model.orders import AnyAction
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2
-_UNHEARD = (
-    Decision
-    | FailureDecided
-    | JournalMended
-    | MetricsLogged
-    | MessagesSetAside
-    | OperatorNoted
-    | TimerFired
-)
+_UNHEARD = Decision | FailureDecided | JournalMended | MetricsLogged | OperatorNoted | TimerFired
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
 _KEPT: dict[type[AnyEvent], int] = {LinksNoted: 1, ProgressNoted: 2, StacksTaken: 4}

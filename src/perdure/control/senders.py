@@ -4,7 +4,7 @@ The subject that an event came on says who its sender is; perdure's own server l
 on another's. So an agent speaks for its own node and for the ranks that run there, and for nothing
 else: it cannot end the job, give a command, register another node or let another node's rank
 exit. A sender that tells what is not its own is lying, or has a defect; either way what it told is
-set aside and the stream goes on (`service/controller/loop.py`).
+dropped and the stream goes on (`service/controller/loop.py`).
 
 Where a rank runs is known from the assignments of this generation, and of older ones from what
 was started. That is all that is looked at: whether a fact is true, only its own node can know.

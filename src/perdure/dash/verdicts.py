@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.model.codec import encode
-from perdure.model.plain import REASON_MAX, name_step, shorten_line, shorten_lines
+from perdure.model.plain import REASON_MAX, make_plain, name_step, shorten_line, shorten_lines
 from perdure.model.report import Report, Snapshot
 from perdure.model.verdicts import Slowness, Verdict
 
 if TYPE_CHECKING:
-    from perdure.telemetry.asides import AsideRow
+    from perdure.telemetry.curves import DroppedCount
 
 INDENT = " " * 13
 _WAITS_MAX = 12
@@ -36,13 +36,15 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
     return "\n".join(lines)
 
 
-def render_aside(row: "AsideRow", start_s: float) -> str:
-    """Return what was set aside at one door, of one source, as text."""
-    lines = [
-        f"{row.first_s - start_s:9.1f} s  set aside: {row.count:,} of {row.source} ({row.door})",
-        f"{INDENT}why: {row.reason}",
-    ]
-    return "\n".join([*lines, f"{INDENT}the first: {row.example}"] if row.example else lines)
+def render_dropped(source: str, dropped: "DroppedCount", start_s: float) -> str:
+    """Return how many metrics of one source were dropped as text."""
+    from perdure.telemetry.curves import UNREADABLE
+
+    what = "values of run.log: no numbers, or too many or too large"
+    if source == UNREADABLE:
+        what = "lines or files of curves that cannot be read, or could not be written"
+    at_s = dropped.first_s - start_s
+    return f"{at_s:9.1f} s  dropped: {dropped.count:,} of {make_plain(source)}: {what}"
 
 
 def describe_grounds(verdict: Verdict) -> str:

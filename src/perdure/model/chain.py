@@ -27,6 +27,8 @@ _HASH_AT = -(len(_HASH) + _DIGITS + len(_END))
 _AFTER_AT = _HASH_AT - _DIGITS - len(_AFTER)
 _SEQ = b'{"seq":'
 _BODY, _BODY_WITHIN = b',"body":{"type":"', 96
+_REMOVED = frozenset({b"MessagesSetAside"})
+"""Types of events that journals of 0.2 may have, and that nothing reads or writes any more."""
 _RANGES_MAX = 20
 """Gaps that are named; of more, only how many entries they are."""
 
@@ -188,7 +190,7 @@ class EntryReader:
         which takes a tenth of the time.
         """
         self._lines, self._mine = lines, mine
-        self._without = frozenset(name.encode() for name in without)
+        self._without = _REMOVED.union(name.encode() for name in without)
         self._first, self._known_seq = first, known_seq
         self.last = last or Link(first - 1 if first else 0, "", FIRST)
         """The newest sound entry."""
@@ -248,7 +250,7 @@ class EntryReader:
             return None
         if not self._follows(link):
             return None
-        if self._without and _read_type(line) in self._without:
+        if _read_type(line) in self._without:
             self._go_on(link)
             self.tally.entries += 1
             return None

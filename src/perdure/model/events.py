@@ -913,26 +913,6 @@ class TimerFired(Event, frozen=True, kw_only=True):
     """Where an elastic world is overdue: ranks whose declared busy phase is in force."""
 
 
-class MessagesSetAside(Event, frozen=True, kw_only=True):
-    """Messages that could not be read (or may not be said) were acknowledged and dropped.
-
-    It is journaled in the place of an event whose number has to be taken by something, and beside
-    the stream at a bounded rate, as a count of what came since the last one.
-    """
-
-    at_s: float
-    door: str
-    """Where: `rank`, `ring`, `keeper`, `order`, `event`, `heartbeat`, `command`, `journal`."""
-    source: str
-    """From whom, as far as that is known."""
-    count: int = 1
-    """0: numbers that nobody will fill, of messages that are counted elsewhere."""
-    reason: str = ""
-    """Why the first of them could not be read."""
-    example: str = ""
-    """The beginning of the first of them, printable."""
-
-
 class JobEnded(Event, frozen=True, kw_only=True):
     """The last event of a journal that ended in good order."""
 
@@ -1013,7 +993,6 @@ AnyEvent = (
     | PreemptionWithdrawn
     | MachineReported
     | RoomNoted
-    | MessagesSetAside
     | JournalMended
     | InvitationMade
     | InvitationUsed

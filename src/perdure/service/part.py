@@ -1,7 +1,7 @@
 """What the parts of a job have in common as processes: log, signals, exit code, tasks, lines.
 
-Messages that nobody can read are counted, and said in the journal at a bounded rate: a peer that
-sends nonsense for a month costs the journal one entry a minute, whatever it sends.
+A message is checked once, where it comes in. One that cannot be read there is dropped with a line
+in the log, and the next one is taken.
 
 A part is cancelled by SIGTERM, and told when the `perdure run` that it belongs to is gone. Lines of
 a socket may be of whatever length the other side makes them.
@@ -10,14 +10,14 @@ a socket may be of whatever length the other side makes them.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.events import MessagesSetAside
 from perdure.model.plain import make_plain
 
 log = logging.getLogger("perdure.part")
@@ -170,64 +170,27 @@ async def read_line(reader: asyncio.StreamReader) -> bytes:
         return f"a line is too long: {error}\n".encode()
 
 
-# --- messages that are set aside ------------------------------------------------------------------
-
-_aside = logging.getLogger("perdure.aside")
-
-EVERY_S = 60.0
-"""Between two entries about the same door and source; the first comes at once."""
-TOLD_APART_MAX = 64
-"""Sources told apart; what comes from more of them is counted together."""
-_OTHERS = "others"
+QUIET_S = 1.0
+"""Seconds between two lines about dropped messages, so that a flood of them fills no disk."""
 
 
-@dataclass(slots=True)
-class _Count:
-    count: int = 0
-    """Not yet said."""
-    reason: str = ""
-    example: str = ""
-    said_at_s: float = -EVERY_S
+class DropLog:
+    """Counts the messages that a process drops at its doors, and logs one a second."""
 
+    def __init__(self, log: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
+        """Write to `log`."""
+        self.count = 0
+        """Messages dropped so far."""
+        self._log, self._now = log, now
+        self._said_at_s, self._unsaid = -math.inf, 0
 
-class Asides:
-    """Counts what one process has set aside."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        """Begin with nothing; `now` is job time."""
-        self.now = now
-        self._counts: dict[tuple[str, str], _Count] = {}
-        self.total = 0
-        """Messages set aside so far."""
-
-    def note(self, door: str, source: str, reason: object, data: str | bytes = b"") -> None:
-        """Count one message from `source`; the first is logged, with the beginning of `data`."""
-        self.total += 1
-        key = (door, make_plain(source, 64))
-        if key not in self._counts and len(self._counts) >= TOLD_APART_MAX:
-            key = (door, _OTHERS)
-        entry = self._counts.setdefault(key, _Count())
-        entry.count += 1
-        if entry.count == 1:
-            entry.reason, entry.example = make_plain(str(reason)), make_plain(data)
-            if self.now() - entry.said_at_s >= EVERY_S:
-                _aside.error("set aside (%s of %s): %s", *key, entry.reason)
-
-    def take(self, *, all: bool = False) -> list[MessagesSetAside]:
-        """Return what is to be journaled now; with `all`, what would be due later too."""
-        now = self.now()
-        events = []
-        for (door, source), entry in self._counts.items():
-            if entry.count and (all or now - entry.said_at_s >= EVERY_S):
-                events.append(
-                    MessagesSetAside(
-                        at_s=now,
-                        door=door,
-                        source=source,
-                        count=entry.count,
-                        reason=entry.reason,
-                        example=entry.example,
-                    )
-                )
-                entry.count, entry.said_at_s = 0, now
-        return events
+    def note(self, what: object) -> None:
+        """Count one message; `what` says whose it was and what is wrong with it."""
+        self.count += 1
+        now = self._now()
+        if now - self._said_at_s < QUIET_S:
+            self._unsaid += 1
+            return
+        more = f" (and {self._unsaid} more)" if self._unsaid else ""
+        self._log.error("dropped: %s%s", make_plain(str(what), 300), more)
+        self._said_at_s, self._unsaid = now, 0

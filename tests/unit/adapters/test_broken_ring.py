@@ -20,7 +20,6 @@ from perdure.model.fitting import fit_beat
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat, ProcSample
 from perdure.service.agent.beats import RankReader
-from perdure.service.part import Asides
 
 EXTREMES = (0, 1, -1, -5, 63, 64, 1000, 2**62, 2**63 - 1, -(2**63))
 PAYLOAD_MAX = 64 << 10
@@ -74,7 +73,9 @@ def put_foreign(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a socket", "a symbolic link"])
-def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_file_in_a_rings_place_stops_no_agent(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """T1: a FIFO held up the agent's loop for ever, a directory ended it and its successors."""
     paths = JobPaths(str(tmp_path), str(tmp_path), str(tmp_path))
     (tmp_path / "rings").mkdir()
@@ -82,8 +83,7 @@ def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: s
     ring = Path(paths.ring(0, 0))
     for path in (ring, Path(f"{ring}.nccl"), Path(paths.exit_record(0, 0))):
         put_foreign(kind, path)
-    asides = Asides(lambda: 1.0)
-    reader = RankReader(paths, 0, 0.0, asides)
+    reader = RankReader(paths, 0, 0.0)
     keeper = KeeperView(pid=1, generation=0, running={0: os.getpid(), 1: os.getpid()})
     beats = [reader.read_beat("a", seq, 1.0, keeper) for seq in range(3)]
     assert [[p.phase for p in beat.ranks] for beat in beats] == [["spawned"] * 2] * 3
@@ -92,7 +92,4 @@ def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: s
     assert read_nccl(str(ring), 0.0) is None
     assert reader.read_lost(0, [0], 1.0) == []
     reader.read_newest_generation(range(2))
-    (note,) = asides.take()
-    assert (note.door, note.count) == ("ring", 1)
-    assert note.source == "rank 0 of generation 0"
-    assert note.reason.startswith(f"{kind} lies in the place of its ring")
+    assert caplog.text.count(f"rank 0 of generation 0: {kind} lies in the place of its ring") == 1

@@ -37,7 +37,7 @@ from perdure.model.signals.progress import RankAccount
 
 NOTHING_FOLLOWS = {
     "MetricsLogged", "ControllerLost", "NodeDraining", "LinksNoted", "RoomNoted", "ProbeJudged",
-    "MessagesSetAside", "CollectivesInterrupted", "MachineReported", "ActionWithheld",
+    "CollectivesInterrupted", "MachineReported", "ActionWithheld",
     "QuorumIdsReserved", "ReplicaWaiting", "ReplicaLate", "OperatorNoted", "SettingsChanged",
     "JobPaused", "JobResumed", "RanksAgreed", "JournalMended", "RankLeft", "SlotLeftEmpty",
     "ResumeCompared", "TornFound",

@@ -123,3 +123,16 @@ def test_a_journal_without_hashes_is_refused() -> None:
     assert (seqs(entries), tally.broken) == ([1], 2)
     entries, tally = read(old[0][:-3])
     assert (entries, tally.torn) == ([], True)
+
+
+def test_a_removed_event_is_passed_over_and_is_no_damage() -> None:
+    first, after = seal(
+        encode(JournalEntry(1, 1.0, OperatorNoted(id="a", text="a", step=1, at_s=1.0))), FIRST
+    )
+    body = b'{"type":"MessagesSetAside","at_s":2.0,"door":"rank","source":"rank 1","count":3}'
+    gone, after = seal(b'{"seq":2,"at_s":2.0,"body":' + body + b"}", after)
+    last, _ = seal(
+        encode(JournalEntry(3, 3.0, OperatorNoted(id="b", text="b", step=3, at_s=3.0))), after
+    )
+    entries, tally = read(first + gone + last, known_seq=3)
+    assert (seqs(entries), tally.whole) == ([1, 3], True)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.waiting import wait_until
@@ -12,7 +11,6 @@ from perdure.adapters.host import measure_cpu
 from perdure.agent.state import KeeperView
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
-from perdure.service.part import Asides
 
 _KEEPER = """\
 import subprocess, sys
@@ -26,7 +24,7 @@ image.wait()
 
 def test_what_the_keeper_runs_beside_the_ranks_is_the_jobs_own(tmp_path: Path) -> None:
     """An image of it imports for seconds while ranks train; that was told as others' work."""
-    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0, 0.0, Asides(time.monotonic))
+    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0, 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", _KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as keeper:
@@ -44,7 +42,7 @@ def test_what_the_keeper_runs_beside_the_ranks_is_the_jobs_own(tmp_path: Path) -
 
 
 def test_a_keeper_that_is_gone_uses_nothing(tmp_path: Path) -> None:
-    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0, 0.0, Asides(time.monotonic))
+    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0, 0.0)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for now in (0.0, 1.0):

@@ -13,10 +13,10 @@ from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
     GenerationStopped,
-    MessagesSetAside,
     MetricsLogged,
     RankExited,
     RankJoined,
+    RanksStarted,
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
@@ -128,32 +128,54 @@ async def test_ranks_that_answer_together_share_a_message(monkeypatch: pytest.Mo
     task.cancel()
 
 
-async def test_an_event_that_the_controller_cannot_read_is_found_and_replaced() -> None:
+async def test_a_message_that_the_controller_refuses_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """T1: the same message again would be refused again, and everything waits behind it."""
     server = FakeServer()
     got: list[AnyEvent] = []
+    taken = {"a": 0}
     tasks = []
 
     def take(data: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
-        message: EventMessage = decode(data, EventMessage)
-        events = [event for batch in message.batches for event in batch.events]
-        if joined(13) in events:
-            ack = EventAck({}, refused="it is unlucky")
-        else:
-            got.extend(events)
-            ack = EventAck({b.source: b.first_seq + len(b.events) - 1 for b in message.batches})
+        (batch,) = decode(data, EventMessage).batches
+        ack = EventAck(taken, refused="" if taken["a"] else "it is no message")
+        if ack.refused and joined(0) not in batch.events:
+            ack = EventAck(taken)
+            if batch.first_seq - batch.skipped == 1:
+                got.extend(batch.events)
+                taken["a"] = batch.first_seq + len(batch.events) - 1
         tasks.append(asyncio.ensure_future(reply(encode(ack))))  # type: ignore[arg-type]
 
     await FakeBus(server).serve("s", take)
     outbox = Outbox(FakeBus(server), "s", node=0, source="a")
+    done: list[int] = []
     for rank in range(40):
-        outbox.put(joined(rank))
+        outbox.put(joined(rank), lambda rank=rank: done.append(rank))  # type: ignore[misc]
     task = asyncio.create_task(outbox.run())
     assert await outbox.flush(PATIENCE_S)
     task.cancel()
-    assert [event for event in got if event != got[13]] == [joined(n) for n in range(40) if n != 13]
-    assert isinstance(got[13], MessagesSetAside)
-    assert got[13].reason == "it is unlucky"
+    assert got == [joined(rank) for rank in range(32, 40)]
+    assert done == list(range(40))
+    assert "32 events dropped, which the controller refuses: it is no message" in caplog.text
+
+
+async def test_an_event_that_cannot_be_made_small_enough_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = FakeServer(payload_max=64 << 10)
+    journal = Journal(server)
+    journal.taken["a"] = 1  # The number of the large one: nobody else comes to declare it skipped.
+    await journal.serve()
+    outbox = Outbox(FakeBus(server), "s", node=0, source="a")
+    large = dict.fromkeys(range(10**9, 10**9 + 10_000), 1)
+    outbox.put(RanksStarted(node=0, generation=0, pids=large, at_s=0.0, warm=True))
+    outbox.put(stopped(0))
+    task = asyncio.create_task(outbox.run())
+    assert await outbox.flush(PATIENCE_S)
+    task.cancel()
+    assert journal.got == [("a", 2)]
+    assert "event 1 of a dropped: it is too large" in caplog.text
 
 
 async def test_numbers_that_never_came_are_declared_skipped() -> None:

@@ -13,7 +13,6 @@ from perdure.model.events import AnyEvent, RankJoined
 from perdure.model.orders import SendBoundary
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
-from perdure.service.part import Asides
 from perdure.service.ports import Reply
 from perdure.worker.control import Control
 
@@ -50,7 +49,7 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
         for agent in ("a1", "a2"):
             outbox = Outbox(FakeBus(server), "s", node=0, source=agent)
             sending = asyncio.create_task(outbox.run())
-            workers = WorkerServer("j", outbox, said.put_nowait, Asides(lambda: 0.0))
+            workers = WorkerServer("j", outbox, said.put_nowait)
             await workers.start(path)
             async with asyncio.timeout(PATIENCE_S):
                 assert isinstance((await said.get()).message, WorkerHello)
@@ -78,7 +77,7 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
 async def test_strangers_are_turned_away(tmp_path: Path) -> None:
     outbox = Outbox(FakeBus(), "s", node=0, source="a")
     said: list[WorkerSaid] = []
-    workers = WorkerServer("j", outbox, said.append, Asides(lambda: 0.0))
+    workers = WorkerServer("j", outbox, said.append)
     path = str(tmp_path / "a")
     await workers.start(path)
     for line in (encode(WorkerHello("other", 1, 0, 77)), encode(WorkerQuery("b1")), b"{"):

@@ -27,7 +27,6 @@ from perdure.model.orders import AnyOrder, LighthouseOrder, Order, RankOrder, Ta
 from perdure.service.agent import ranks as agent_ranks
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
-from perdure.service.part import Asides
 from perdure.worker import control as rank_control
 
 SPEC = JobSpec(name="j", script="s.py", nproc=2)
@@ -72,7 +71,6 @@ class Site:
             SPEC.name,
             Outbox(self.bus, "s", node=0, source="a0"),
             self.hellos.put_nowait,
-            Asides(lambda: 0.0),
         )
 
     def take(self, data: bytes) -> None:

@@ -22,7 +22,7 @@ from perdure.model.events import (
     CommandReceived,
     JobSubmitted,
     JournalMended,
-    MessagesSetAside,
+    RoomNoted,
 )
 from perdure.model.records import decode_record, encode_record
 from perdure.service.controller.journal import Journal, Mirror
@@ -30,7 +30,7 @@ from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import SnapshotFiles
 from perdure.service.jobfiles import parse_journal
 
-NOTE = MessagesSetAside(at_s=1000.0, door="event", source="a rank", reason="no event", example="")
+NOTE = RoomNoted(grade="low", reason="no room", place="/x", at_s=1000.0, node=0)
 SAVED = CheckpointSaved(
     generation=0, step=10, path="p", bytes=1, stall_s=0.0, save_s=0.1, at_s=1000.0
 )
@@ -226,7 +226,7 @@ async def test_a_snapshot_of_another_journal_is_passed_over(
     await rig.fill(50)
     await rig.until(lambda: len(rig.files) == 2)
     await rig.end_controller()
-    rig.stream.messages[:] = reseal(rig.stream.messages, b"no event", b"an event")
+    rig.stream.messages[:] = reseal(rig.stream.messages, b"no room", b"no disk")
     with caplog.at_level(logging.INFO, "perdure.controller"):
         await rig.start_controller()
     assert "does not fit the journal" in caplog.text

@@ -40,8 +40,7 @@ def diagnose(
     """Say what went wrong: each verdict with culprit and evidence."""
     from perdure.dash.links import render_links
     from perdure.dash.live import describe_late
-    from perdure.dash.verdicts import render_aside, render_verdict, render_withheld
-    from perdure.telemetry.asides import list_asides
+    from perdure.dash.verdicts import render_dropped, render_verdict, render_withheld
     from perdure.telemetry.links import read_delay_matrix
     from perdure.telemetry.outcome import collect_last_words
     from perdure.telemetry.stacks import render_stacks
@@ -59,7 +58,7 @@ def diagnose(
         {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
         for s, line in name_symptoms(collect_last_words(entries))
     ]
-    attempts, asides = found.list_attempts(), list_asides(entries, found.read_curves().dropped)
+    attempts, dropped = found.list_attempts(), found.read_curves().dropped
     snapshot = found.snapshot()
     damage = say_damage(reader.tally)
     if as_json:
@@ -75,8 +74,9 @@ def diagnose(
             "skipped": snapshot.skipped,
             "hung_saves": snapshot.hung_saves,
             "empty_slots": snapshot.empty_slots,
+            "dropped_values": dropped,
         }
-        document = {"verdicts": verdicts, "fate": outcome, "set_aside": asides}
+        document = {"verdicts": verdicts, "fate": outcome}
         print_json(document | {k: v for k, v in more.items() if v})
         return
     _print_end(snapshot, outcome, named, vanished, attempts)
@@ -92,7 +92,7 @@ def diagnose(
     if native:
         print("\nstacks now, with native frames")
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
-    rendered = (render_aside(aside, start_s) for aside in asides)
+    rendered = (render_dropped(*row, start_s) for row in sorted(dropped.items()))
     for block in (*rendered, *_render_checkpoints(snapshot)):
         print("\n" + block)
     print("\n" + render_links(read_delay_matrix(entries, found.read_newest().links), 100))

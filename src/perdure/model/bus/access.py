@@ -131,7 +131,6 @@ BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
         events.InvitationUsed: ("controller",),
         events.InvitationRevoked: ("controller",),
         events.JournalMended: ("controller",),
-        events.MessagesSetAside: ("controller", "run", "agent", "rank", "lighthouse"),
         events.TimerFired: ("controller",),
         events.JobEnded: ("controller",),
     }

@@ -3,7 +3,7 @@
 `PROTOCOL` is a number that grows whenever an older part could not work with a newer one: a subject
 that is named otherwise, a message that has to be answered. A part speaks all numbers from
 `PROTOCOL_MIN` on. A field, or a type of event or order, that an older part does not know is no
-reason: fields are passed over, events and orders set aside (`MessagesSetAside`).
+reason: fields are passed over, events and orders dropped.
 
 Protocols 0 and 1 were those of perdure 0.1.
 """

@@ -1,6 +1,7 @@
 """What the agent reads off its ranks: rings five times a second, /proc as seldom as will do."""
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -29,12 +30,13 @@ from perdure.model.paths import JobPaths
 from perdure.model.records import decode_record
 from perdure.model.ring import RingReading
 from perdure.model.signals.progress import HostLoad, NodeBeat, RankAccount, RankProgress
-from perdure.service.part import Asides
 
 HEALTHY_S = 0.5
 """How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""
 HOST_S = 0.5
 """Between two looks at what the machine's cores do."""
+log = logging.getLogger("perdure.agent")
+
 _RECORD_BYTES_MAX = 16 << 20
 _RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
 
@@ -42,10 +44,10 @@ _RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
 class RankReader:
     """Rings and /proc of one node's ranks."""
 
-    def __init__(self, paths: JobPaths, node: int, clock_offset_s: float, asides: Asides) -> None:
-        """Read the rings under `paths`; what is none is counted in `asides`."""
+    def __init__(self, paths: JobPaths, node: int, clock_offset_s: float) -> None:
+        """Read the rings under `paths`."""
         self._paths, self._node = paths, node
-        self._offset_s, self._asides = clock_offset_s, asides
+        self._offset_s = clock_offset_s
         self._sampler = ProcSampler()
         self._host, self._cores, self._host_s = read_boot_id(), CoreMeter(), float("-inf")
         self._limits = LimitMeter()
@@ -162,7 +164,7 @@ class RankReader:
             self._foreign = {known for known in self._foreign if known[0] == generation}
             self._foreign.add((generation, rank))
             why = f"{kind} lies in the place of its ring, so nothing is seen of its progress"
-            self._asides.note("ring", f"rank {rank} of generation {generation}", why, path)
+            log.error("rank %d of generation %d: %s (%s)", rank, generation, why, path)
         return bool(kind)
 
     def read_end(self, record: ExitRecord, now: float) -> RankExited:

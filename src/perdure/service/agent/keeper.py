@@ -31,7 +31,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.service.part import LINE_MAX, Asides, read_line, wait_event
+from perdure.service.part import LINE_MAX, DropLog, read_line, wait_event
 
 log = logging.getLogger("perdure.agent")
 
@@ -65,13 +65,9 @@ class KeeperLink:
         gone: Callable[[float], None],
         silent: Callable[[KeeperSilent], None],
         heard: Callable[[], None],
-        asides: Asides,
     ) -> None:
-        """Look for it at `path`, start it by `command`; `marks` tell its descendants.
-
-        What it says and nobody can read is counted in `asides`.
-        """
-        self._asides = asides
+        """Look for it at `path`, start it by `command`; `marks` tell its descendants."""
+        self._drops = DropLog(log)
         self._silent, self._heard = silent, heard
         self._looks = 0
         """Looks at the keeper since it last said anything."""
@@ -209,7 +205,7 @@ class KeeperLink:
             try:
                 message: FromKeeper = decode(line, FromKeeper)
             except ProtocolError as error:
-                self._asides.note("keeper", f"keeper {self._pid}", error, line)
+                self._drops.note(f"of keeper {self._pid}: {error}")
                 continue
             if isinstance(message, KeeperState):
                 if not self._hold(message.pid):

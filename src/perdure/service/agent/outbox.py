@@ -12,10 +12,9 @@ A message is as large as the server takes it (`max_payload`). What waits is boun
 of metrics that cannot be sent only the count is kept in the end. Facts are never dropped; one that
 is larger than any message is cut in its free texts.
 
-Nothing stays at the head for ever. A message that the controller cannot read is sent again in
-parts, until the event that it cannot read is found and a note takes its place. Numbers that never
-came (of what the agent itself could not read) are declared skipped once the controller says that
-it waits for them.
+Nothing stays at the head for ever. A message that the controller refuses is dropped. Numbers that
+never came (of what was dropped here, or by an earlier controller) are declared skipped once the
+controller says that it waits for them.
 """
 
 import asyncio
@@ -33,7 +32,6 @@ from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
-    MessagesSetAside,
     MetricsLogged,
 )
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
@@ -93,8 +91,6 @@ class Outbox:
         """The bytes of everything that is queued."""
         self._metrics: deque[_Queued] = deque()
         """What may be dropped, oldest first, or has been sent already."""
-        self._events_max = _EVENTS_MAX
-        """In the next message: fewer, while what cannot be read is looked for."""
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -165,6 +161,8 @@ class Outbox:
         assert self.bus is not None
         batches: list[EventBatch] = []
         sent = self._select(self.bus.payload_max)
+        if not sent:
+            return True  # Its last event was too large.
         for source, seq, event, skipped in ((q.source, q.seq, q.event, q.skipped) for q in sent):
             last = batches[-1] if batches else None
             follows = last and last.source == source and last.first_seq + len(last.events) == seq
@@ -187,36 +185,32 @@ class Outbox:
         if ack.term:
             self.on_term(ack.term)
         if ack.refused:
-            return self._narrow(len(sent), ack.refused)
-        self._events_max = min(2 * self._events_max, _EVENTS_MAX)
+            log.error("%d events dropped, which the controller refuses: %s", len(sent), ack.refused)
+            return self._settle({queued.source: queued.seq for queued in sent})
         return self._settle(ack.seqs)
 
     def _select(self, bytes_max: int) -> list[_Queued]:
-        """Return the next events that fit into a message, and at least one, made to fit."""
+        """Return the next events that fit into a message, the first one cut if it must be.
+
+        If that is not enough, the first one is dropped, and none is returned.
+        """
         room = bytes_max - _ENVELOPE
         head = self._queue[0]
         if head.size + _BATCH > room:
             log.error("event %d of %s: %d bytes are cut", head.seq, head.source, head.size)
-            self._bytes += head.replace(_fit(head, room - _BATCH))
+            cut = fit_event(head.event, room - _BATCH)
+            if cut is None:
+                log.error("event %d of %s dropped: it is too large", head.seq, head.source)
+                self._settle({head.source: head.seq})
+                return []
+            self._bytes += head.replace(cut)
         sent: list[_Queued] = []
-        for queued in itertools.islice(self._queue, self._events_max):
+        for queued in itertools.islice(self._queue, _EVENTS_MAX):
             room -= queued.size + _BATCH
             if sent and room < 0:
                 break
             sent.append(queued)
         return sent
-
-    def _narrow(self, sent: int, why: str) -> bool:
-        """Send less at a time; once it is one event, a note takes its place."""
-        if sent > 1:
-            self._events_max = sent // 2
-            return True
-        head = self._queue[0]
-        if isinstance(head.event, MessagesSetAside):
-            return False  # This controller does not even understand that.
-        log.error("event %d of %s set aside: %s", head.seq, head.source, why)
-        self._bytes += head.replace(_make_note(head, why))
-        return True
 
     def _settle(self, seqs: dict[str, int]) -> bool:
         """Drop what the journal has; False where that is nothing new."""
@@ -259,19 +253,3 @@ class Outbox:
         log.warning("%d events before number %d of %s do not come", missing, head.seq, head.source)
         head.skipped += missing
         return True
-
-
-def _fit(queued: _Queued, bytes_max: int) -> AnyEvent:
-    """Return the event as it fits, or a note in its place."""
-    why = f"{queued.size} bytes are more than {bytes_max}"
-    return fit_event(queued.event, bytes_max) or _make_note(queued, why)
-
-
-def _make_note(queued: _Queued, why: str) -> MessagesSetAside:
-    return MessagesSetAside(
-        at_s=0.0,
-        door="event",
-        source=queued.source,
-        reason=why,
-        example=type(queued.event).__name__,
-    )

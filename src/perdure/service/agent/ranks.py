@@ -1,16 +1,15 @@
 """The agent's ears for its ranks: a unix socket, a JSON line a message.
 
-A line that cannot be read costs nobody the connection: it is counted and acknowledged, since a
-rank would send it again for ever, and everything else behind it.
+A line that cannot be read is dropped, and the connection stays. The rank sends it again to the next
+agent; the outbox declares its number skipped once the next event comes.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from perdure.agent.messages import WorkerSaid
 from perdure.failpoints import failpoint
@@ -24,18 +23,13 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.model.events import MessagesSetAside
 from perdure.model.orders import Order
 from perdure.service.agent.outbox import Outbox
-from perdure.service.part import LINE_MAX, Asides, read_line
+from perdure.service.part import LINE_MAX, DropLog, read_line
 
 log = logging.getLogger("perdure.agent")
 
 _SEQ_MAX = 1 << 53
-_NOTE_S = 1.0
-"""Between two notes that take the numbers of what one rank said and nobody could read."""
-_EVENT = re.compile(rb'\{"type":"WorkerEvent","seq":(\d{1,18})[,}]')
-"""How an event's line begins, whatever is wrong with the rest of it."""
 
 
 @dataclass(slots=True)
@@ -46,9 +40,6 @@ class _RankConnection:
     """Number of the newest event that could be read; 0: none yet."""
     gap: int = 0
     """Lines since then that could not be read: so many numbers may be missing."""
-    unread: int = 0
-    """Number of the newest event that could not be read and is not yet acknowledged; 0: none."""
-    noted_at_s: float = field(default=-_NOTE_S)
 
     @property
     def source(self) -> str:
@@ -72,17 +63,16 @@ class WorkerServer:
         job: str,
         outbox: Outbox,
         say: Callable[[WorkerSaid], None],
-        asides: Asides,
         *,
         admit: Callable[[ReplicaHello], Awaitable[ReplicaWelcome]] | None = None,
         gone: Callable[[WorkerHello], None] = lambda hello: None,
     ) -> None:
-        """Serve the ranks of `job`; `asides` counts what they say and nobody can read.
+        """Serve the ranks of `job`.
 
         A rank that others have started asks `admit` who it is; `gone` hears of a line that ended.
         """
         self._admit, self._gone = admit, gone
-        self.job, self._outbox, self._say, self._asides = job, outbox, say, asides
+        self.job, self._outbox, self._say, self._drops = job, outbox, say, DropLog(log)
         self._lines: dict[int, _RankConnection] = {}
         """By rank, of the newest generation that said hello."""
         self._server: asyncio.Server | None = None
@@ -116,7 +106,8 @@ class WorkerServer:
                 except ProtocolError as error:
                     if line is None:
                         raise
-                    self._set_aside(line, text, error)
+                    self._drops.note(f"of rank {line.hello.rank}: {error}")
+                    line.gap += 1
                     continue
                 if isinstance(message, ReplicaHello) and self._admit is not None and line is None:
                     writer.write(encode(await self._admit(message)) + b"\n")
@@ -125,7 +116,7 @@ class WorkerServer:
                     line = self._welcome(message, writer)
                 self._take(line, message)
         except ProtocolError as error:
-            self._asides.note("rank", "a stranger", error, text)
+            self._drops.note(f"of a stranger: {error}")
         except (OSError, asyncio.CancelledError):
             pass  # It ended, or we do.
         finally:
@@ -145,25 +136,6 @@ class WorkerServer:
             self._outbox.company = len(self._lines)
         return line
 
-    def _set_aside(self, line: _RankConnection, text: bytes, error: ProtocolError) -> None:
-        """Count what cannot be read; where it is an event, have its number taken all the same."""
-        self._asides.note("rank", f"rank {line.hello.rank}", error, text)
-        line.gap += 1
-        match = _EVENT.match(text)
-        if match is None or not line.is_next(int(match[1])):
-            return
-        loop = asyncio.get_running_loop()
-        if not line.unread:
-            loop.call_at(max(loop.time(), line.noted_at_s + _NOTE_S), self._note_unread, line)
-        line.unread = max(line.unread, int(match[1]))
-
-    def _note_unread(self, line: _RankConnection) -> None:
-        line.noted_at_s = asyncio.get_running_loop().time()
-        seq, line.unread = line.unread, 0
-        source = f"rank {line.hello.rank}"
-        note = MessagesSetAside(at_s=self._asides.now(), door="rank", source=source, count=0)
-        self._take(line, WorkerEvent(seq, note))
-
     def _take(self, line: _RankConnection, message: FromWorker) -> None:
         if isinstance(message, ReplicaHello):
             return
@@ -171,7 +143,7 @@ class WorkerServer:
             seq = message.seq
             if not line.is_next(seq):  # Taken at its word, everything after it would be old.
                 why = f"an event says that it is number {seq}, after {line.newest}"
-                self._asides.note("rank", f"rank {line.hello.rank}", why)
+                self._drops.note(f"of rank {line.hello.rank}: {why}")
                 return
             line.newest, line.gap = max(seq, line.newest), 0
 

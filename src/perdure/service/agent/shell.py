@@ -70,7 +70,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.events import GenerationStopped, TimerFired
+from perdure.model.events import TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.orders import CheckOwn, RunProbe, WatchClosely
@@ -91,7 +91,7 @@ from perdure.service.agent.sweeps import DeviceTelemetry, LinkTelemetry, Ranks
 from perdure.service.caches import choose_caches
 from perdure.service.jobfiles import MINE, load_endpoint, load_spec, write_document, write_steering
 from perdure.service.jobfolders import paths_of, resolve_home
-from perdure.service.part import Asides, Tasks, read_run_pid, run_part, watch_process
+from perdure.service.part import DropLog, Tasks, read_run_pid, run_part, watch_process
 from perdure.service.placement import choose_gloo_interface, read_own_address
 from perdure.service.ports import Bus
 from perdure.service.processes import part_command
@@ -101,7 +101,6 @@ log = logging.getLogger("perdure.agent")
 
 _KEEPER_EXIT_S = 5.0
 _FLUSH_S = 3.0
-_ASIDES_S = 1.0
 _SPAWN_AGAIN_S = 0.5
 """Until a full disk is tried again."""
 RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER", RDZV_SECRET)
@@ -126,7 +125,7 @@ class AgentService:
     ) -> None:
         """Wire the machine; `keeper` is the command that starts one."""
         self._spec, self._node, self._paths, self._bus = spec, node, paths, bus
-        self._home, self._offset_s, self._asides = home, clock_offset_s, Asides(self.now)
+        self._home, self._offset_s, self._drops = home, clock_offset_s, DropLog(log)
         marks = {"PERDURE_HOME": home, "PERDURE_JOB": spec.name, "PERDURE_NODE": str(node)}
         caches = choose_caches(spec, paths, env)
         self._env = _make_base(spec, node, env) | caches
@@ -145,8 +144,8 @@ class AgentService:
         self.machine = Agent(spec, identity)
         self._outbox = Outbox(bus, subject_events(spec.name, node), node=node, source=incarnation)
         self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
-        self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
-        self._reader = RankReader(paths, node, clock_offset_s, self._asides)
+        self._workers = WorkerServer(spec.name, self._outbox, self.take)
+        self._reader = RankReader(paths, node, clock_offset_s)
         self._links = LinkTelemetry(paths, node, clock_offset_s, alone=spec.nodes == 1)
         self.notices = self._watch_notices(env)
         self._prober = Prober(
@@ -170,7 +169,6 @@ class AgentService:
             gone=self._miss_keeper,
             silent=self.take,
             heard=lambda: self.take(KeeperHeard()),
-            asides=self._asides,
         )
         self._tasks = Tasks()
         self._dumping, self._awaited = set[tuple[int, int]](), dict[int, str]()
@@ -208,7 +206,6 @@ class AgentService:
             await self._prober.start()
             self._start(self._outbox.run())
             self._start(self._beat())
-            self._start(self._tell_asides())
             self._start(self._watch_logs())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
@@ -230,7 +227,6 @@ class AgentService:
                 await self._keeper.end(_KEEPER_EXIT_S)
             if self._failed is not None:
                 raise self._failed
-            self._report_asides(all=True)
             await self._own.finish()
             await self._outbox.flush(_FLUSH_S)
         finally:
@@ -255,10 +251,10 @@ class AgentService:
         try:
             order, unknown = read_order(data)
         except ProtocolError as error:
-            self._asides.note("order", "a controller", error, data)
+            self._drops.note(f"order of a controller: {error}")
             return
         for type_ in unknown:
-            self._asides.note("order", "a controller", f"unknown type of order {type_!r}", data)
+            self._drops.note(f"order of a controller: unknown type {type_!r}")
         self.take(OrderReceived(order=order))
         failpoint("agent/ordered")
 
@@ -342,8 +338,6 @@ class AgentService:
                 self._start(self._collect(request))
             case Report(event=event, after=after):
                 log.info("%.300s", event)
-                if isinstance(event, GenerationStopped):  # The job may end with it.
-                    self._report_asides(all=True)
                 self._outbox.put(event, (lambda: self._do_all(after)) if after else None)
             case Leave(reason=reason, replaced=replaced):
                 log.info("leaving: %s", reason)
@@ -502,16 +496,6 @@ class AgentService:
             await asyncio.sleep(LOOK_S)
             view = self._view_ranks()
             await asyncio.to_thread(watch.look, view.generation, tuple(view.pids))
-
-    async def _tell_asides(self) -> None:
-        """Say again and again what was set aside meanwhile."""
-        while True:
-            self._report_asides()
-            await asyncio.sleep(_ASIDES_S)
-
-    def _report_asides(self, *, all: bool = False) -> None:
-        for note in self._asides.take(all=all):
-            self._outbox.put(note)
 
     async def _build_plugin(self) -> None:
         """Have a process beside build the NCCL plugin, for the ranks that start later."""

@@ -1,9 +1,8 @@
 """What has come to the controller, read and checked at its door.
 
 Whatever cannot be read, is too large, or names a node or rank that the job does not have is
-refused here: said in the log, counted (`service/part.py`), answered where an answer is awaited. An
-event that is refused has a number all the same, and its sender says nothing else before it was
-taken: a note that it was set aside takes its place in the journal, and the stream goes on.
+dropped here, with a line in the log, and answered if its sender waits. An event that is dropped has
+a number, which counts as taken: its sender repeats it no more, and the next event comes.
 
 Which subject a message came by says who its sender is, and what it may ask for: the server has
 checked who may publish there (`model/bus/access.py`). Whether an event is its sender's to tell
@@ -32,7 +31,6 @@ from perdure.model.bus.wire import (
     Command,
     CommandReply,
     EventAck,
-    EventBatch,
     EventMessage,
     JoinRequest,
     Notice,
@@ -45,13 +43,13 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, ProtocolError
-from perdure.model.events import AnyEvent, MessagesSetAside, RankExited, digest_secret
+from perdure.model.events import AnyEvent, RankExited, digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.plain import make_plain
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.access.sealing import seal
 from perdure.service.jobfiles import MINE
-from perdure.service.part import Asides, Tasks
+from perdure.service.part import DropLog, Tasks
 from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.controller")
@@ -64,9 +62,6 @@ MEMBERS_A_SLOT = 1000
 """Numbers that an elastic world may give in a slot, one after another."""
 SOURCE_MAX = 200
 """Characters of the name of a source of events: each is remembered."""
-_NOTES_MAX, _NOTES_A_S = 20, 2.0
-"""Messages of one node whose events were in part set aside, taken at once and then a second: each
-costs the journal an entry. A sender repeats what is passed over."""
 NAMES_MAX, NAMES_A_S = 64, 8.0
 """New sources of events of one node taken at once and then a second, beside 8 and one for each of
 its ranks. A sender repeats what is passed over."""
@@ -74,15 +69,22 @@ _NOT_FOR: Mapping[str, str] = {
     "operator": "is not for an operator to ask for",
     "viewer": "is not for those who may only look",
 }
-_QUIET_S = 1.0
-"""Between two lines about refusals: a flood of them shall not fill the disk as well."""
+
+
+class Checked(NamedTuple):
+    """A batch whose events were read; None stands for one that was dropped."""
+
+    source: str
+    first_seq: int
+    events: Sequence[AnyEvent | None]
+    skipped: int = 0
 
 
 @dataclass(slots=True)
 class Arrived:
     """Everything that has arrived since the last turn."""
 
-    messages: list[tuple[str, EventMessage, Reply]] = field(default_factory=list)
+    messages: list[tuple[str, list[Checked], Reply]] = field(default_factory=list)
     """Each with its sender, as the subject says."""
     commands: list[tuple[Command, Reply]] = field(default_factory=list)
     beats: dict[int, deque[NodeBeat]] = field(default_factory=dict)
@@ -107,16 +109,9 @@ class Inbox:
         self._spec, self._wake, self._clock = spec, wake, clock
         self._arrived = Arrived()
         self._answers = Tasks()
-        self._said_at_s, self._unsaid = -_QUIET_S, 0
         nproc = spec.nproc
-        self._notes = _Allowance(_NOTES_MAX, _NOTES_A_S, clock)
         self._names = _Allowance(NAMES_MAX + 8 * nproc, NAMES_A_S + nproc, clock)
-        self._waits: dict[str, str] = {}
-        """Sender -> its source whose first batch had to wait last."""
-        self.asides = Asides(clock)
-        """What was refused beside the stream of events."""
-        self.refused = 0
-        """Messages refused so far."""
+        self.drops = DropLog(log, clock)
 
     def __bool__(self) -> bool:
         """Return whether anything has arrived."""
@@ -145,20 +140,17 @@ class Inbox:
         try:
             if not is_sender(self._spec, sender):
                 raise ProtocolError("there is no such sender")
-            message, refused = read_message(data, self._spec, self._clock())
-            if str(message.node) != (sender if sender.isdecimal() else "-1"):
-                raise ProtocolError(f"{who} says that it is node {message.node}")
+            node, batches, dropped = read_message(data, self._spec)
+            if str(node) != (sender if sender.isdecimal() else "-1"):
+                raise ProtocolError(f"{who} says that it is node {node}")
         except ProtocolError as error:
-            self.asides.note("event", who, error, data)
-            self._refuse(f"event of {who}: {error}")
+            self.drop_event(sender, error)
             self._answer(reply, EventAck({}, refused=make_plain(str(error))))
             return
-        if refused:
-            self._refuse(f"event of {who}: {refused}")
-            if not self._notes.take(sender):
-                return
+        for why in dropped:
+            self.drop_event(sender, why)
         failpoint("inbox/taken", sender)
-        self._arrived.messages.append((sender, message, reply))
+        self._arrived.messages.append((sender, batches, reply))
         self._wake.set()
 
     def take_notice(self, data: bytes, reply: Reply) -> None:
@@ -178,7 +170,7 @@ class Inbox:
 
         if not can_talk(MINE, asked.speaks):
             why = f"this machine's is {asked.speaks}, the job's is {MINE}"
-            self.asides.note("command", f"a join of {asked.host}", why)
+            self.drops.note(f"join of {asked.host}: {why}")
             refusal = CommandReply(id=asked.id, ok=False, reason=why, result=dict(FINAL))
             self._answer(reply, refusal)
             return
@@ -210,7 +202,6 @@ class Inbox:
 
     def take_beat(self, sender: str, data: bytes, _: Reply) -> None:
         """Take a heartbeat of the node `sender`."""
-        who = describe_sender(sender)
         try:
             beat: NodeBeat = decode(data, NodeBeat)
             if self._spec.served or not 0 <= beat.node < self._spec.num_nodes:
@@ -221,8 +212,7 @@ class Inbox:
             if any(not 0 <= progress.rank < ranks for progress in beat.ranks):
                 raise ProtocolError("ranks that there are not")
         except ProtocolError as error:
-            self.asides.note("heartbeat", who, error, data)
-            self._refuse(f"heartbeat of {who}: {error}")
+            self.drops.note(f"heartbeat of {describe_sender(sender)}: {error}")
             return
         self._arrived.beats.setdefault(beat.node, deque(maxlen=BACKLOG_MAX)).append(beat)
         self._wake.set()
@@ -234,30 +224,16 @@ class Inbox:
 
     # --- refusals -----------------------------------------------------------------------------
 
-    def set_aside(self, sender: str, source: str, event: AnyEvent, why: str) -> AnyEvent | None:
-        """Return the note that takes the place of an event which is not `sender`'s to tell.
+    def drop_event(self, sender: str, why: object) -> None:
+        """Log that an event of `sender` is dropped."""
+        self.drops.note(f"event of {describe_sender(sender)}: {why}")
 
-        None where the sender may not cost the journal another note now.
-        """
-        self._refuse(f"event of {describe_sender(sender)}: {why}")
-        if not self._notes.take(sender):
-            return None
-        who = f"node {sender}" if sender.isdecimal() else sender
-        return _make_note(self._clock(), f"{who}, {source}", why, encode(event))
-
-    def admits_source(self, sender: str, source: str) -> bool:
-        """Return whether `sender` may have another source now; where not, that is counted."""
-        if self._names.take(sender):
-            return True
-        if self._waits.get(sender) != source:  # A batch that is only repeated counts once.
-            self._waits[sender] = source
-            self.pass_over(sender, source, "more new sources of events than it has processes")
-        return False
-
-    def pass_over(self, sender: str, source: str, why: str) -> None:
-        """Count a batch that is not taken, such as of another's source: nothing takes its place."""
-        self.asides.note("event", describe_sender(sender), why, source)
-        self._refuse(f"event of {describe_sender(sender)}: {why}")
+    def admits_source(self, sender: str) -> bool:
+        """Return whether `sender` may have another source of events now; log it if not."""
+        admitted = self._names.take(sender)
+        if not admitted:
+            self.drop_event(sender, "more new sources of events than it has processes")
+        return admitted
 
     def _take_asked(self, role: Role, data: bytes, reply: Reply) -> None:
         """Take what an operator asks for, or somebody who may only look."""
@@ -277,21 +253,12 @@ class Inbox:
                 raise ProtocolError(f"{len(data)} bytes are more than {COMMAND_BYTES_MAX}")
             return decode(data, type_)
         except ProtocolError as error:
-            self.asides.note("command", f"{name} of somebody", error, data)
             self._refuse(f"{name}: {error}", reply, "")
             return None
 
-    def _refuse(self, why: str, reply: Reply | None = None, id_: str = "") -> None:
-        self.refused += 1
-        now = self._clock()
-        if now - self._said_at_s >= _QUIET_S:
-            more = f" (and {self._unsaid} more)" if self._unsaid else ""
-            log.error("refused: %.300s%s", why, more)
-            self._said_at_s, self._unsaid = now, 0
-        else:
-            self._unsaid += 1
-        if reply is not None:
-            self._answer(reply, CommandReply(id=id_, ok=False, reason=f"refused: {why}"[:500]))
+    def _refuse(self, why: str, reply: Reply, id_: str) -> None:
+        self.drops.note(why)
+        self._answer(reply, CommandReply(id=id_, ok=False, reason=f"refused: {why}"[:500]))
 
     def _answer(self, reply: Reply, answer: CommandReply | EventAck) -> None:
         self._answers.spawn(reply(encode(answer)))
@@ -326,76 +293,46 @@ class _RawMessage(msgspec.Struct):
     batches: tuple[_RawBatch, ...]
 
 
-class _Unread(NamedTuple):
-    """An event that is refused."""
-
-    data: bytes
-    why: str
-
-
 _raw_messages = msgspec.json.Decoder(_RawMessage)
 
 
-def read_message(data: bytes, spec: JobSpec, now: float) -> tuple[EventMessage, str]:
-    """Return the message in `data`, and why the first event was refused that was not taken.
-
-    In the place of events that are refused stands a note; everything else is as it was sent.
+def read_message(data: bytes, spec: JobSpec) -> tuple[int, list[Checked], list[str]]:
+    """Return the node of a message, its batches, and why events of them were dropped.
 
     Raises:
         ProtocolError: it is no message, so that nobody knows which numbers it has.
     """
+    dropped: list[str] = []
+
+    def check(event: AnyEvent | msgspec.Raw) -> AnyEvent | None:
+        try:
+            if isinstance(event, msgspec.Raw):
+                event = decode(bytes(event), AnyEvent)
+            if why := find_stranger(spec, event):
+                raise ProtocolError(why)
+        except ProtocolError as error:
+            dropped.append(str(error))
+            return None
+        return event
+
     try:
-        message: EventMessage = decode(data, EventMessage)
-    except ProtocolError:
-        message = _read_apart(data)
-    found: list[EventBatch] = []
-    refused = ""
+        message: EventMessage | _RawMessage = decode(data, EventMessage)
+    except ProtocolError:  # One of its events, perhaps: they are read one by one.
+        message = _decode_raw(data)
+    batches = []
     for batch in message.batches:
         if len(batch.source) > SOURCE_MAX or batch.first_seq < 1 or batch.skipped < 0:
             raise ProtocolError(f"a batch that cannot be: {make_plain(batch.source, 40)}")
-        taken: list[AnyEvent] = []
-        events: Sequence[AnyEvent | _Unread] = batch.events
-        for event in events:
-            strange = "" if isinstance(event, _Unread) else find_stranger(spec, event)
-            if strange:
-                event = _Unread(encode(event), strange)
-            if isinstance(event, _Unread):
-                refused = refused or event.why
-                source = f"node {message.node}, {batch.source}"
-                event = _make_note(now, source, event.why, event.data)
-            taken.append(event)
-        found.append(msgspec.structs.replace(batch, events=tuple(taken)))
-    return EventMessage(message.node, tuple(found)), refused
+        events = [check(event) for event in batch.events]
+        batches.append(Checked(batch.source, batch.first_seq, events, batch.skipped))
+    return message.node, batches, dropped
 
 
-def _make_note(now: float, source: str, why: str, data: bytes) -> MessagesSetAside:
-    return MessagesSetAside(
-        at_s=now,
-        door="event",
-        source=make_plain(source),
-        reason=make_plain(why),
-        example=make_plain(data),
-    )
-
-
-def _read_apart(data: bytes) -> EventMessage:
-    """Return the message in `data`, in which an `_Unread` stands for each event that is none."""
+def _decode_raw(data: bytes) -> _RawMessage:
     try:
-        raw = _raw_messages.decode(data)
+        return _raw_messages.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
-    batches = (
-        EventBatch(b.source, b.first_seq, tuple(map(_read_event, b.events)), b.skipped)
-        for b in raw.batches
-    )
-    return EventMessage(raw.node, tuple(batches))
-
-
-def _read_event(raw: msgspec.Raw) -> Any:
-    try:
-        return decode(bytes(raw), AnyEvent)
-    except ProtocolError as error:
-        return _Unread(bytes(raw), str(error))
 
 
 def count_numbers(spec: JobSpec) -> int:

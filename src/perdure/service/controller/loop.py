@@ -13,7 +13,7 @@ replaced by one that never knew of it, and the senders repeat what was not ackno
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,7 +36,6 @@ from perdure.model.bus.wire import (
     Command,
     CommandReply,
     EventAck,
-    EventMessage,
     NodeOrder,
     subject_orders,
 )
@@ -52,7 +51,6 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
-    MessagesSetAside,
     MetricsLogged,
     Newest,
     NodeRegistered,
@@ -72,7 +70,7 @@ from perdure.model.orders import (
 )
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat
-from perdure.service.controller.inbox import Inbox
+from perdure.service.controller.inbox import Checked, Inbox
 from perdure.service.controller.journal import Journal, Position
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.curves import CurveFiles
@@ -318,11 +316,10 @@ class ControllerService:
     async def _turn(self) -> None:
         inbox = self.inbox.empty()
         turn = _Turn(self._clock())
-        self._derive(turn, list(self.inbox.asides.take()))
         self._derive(turn, self._journal.take_damage())
-        for sender, message, reply in inbox.messages:
-            self._take_events(turn, sender, message)
-            turn.acks.append((reply, {batch.source for batch in message.batches}))
+        for sender, batches, reply in inbox.messages:
+            self._take_events(turn, sender, batches)
+            turn.acks.append((reply, {batch.source for batch in batches}))
         self._add_agreed(turn)
         for command, reply in inbox.commands:
             self._obey(turn, command, reply)
@@ -347,10 +344,10 @@ class ControllerService:
         await self._finish(turn)
 
     def _sift(self, said: NodeBeat) -> NodeBeat:
-        """Return what is its node's to tell of a heartbeat; the rest is counted."""
+        """Return what is its node's to tell of a heartbeat; the rest is dropped."""
         beat, why = sift_beat(self._memory.machine.state, self._memory.started, said)
         if why:
-            self.inbox.asides.note("heartbeat", describe_sender(str(said.node)), why)
+            self.inbox.drops.note(f"heartbeat of {describe_sender(str(said.node))}: {why}")
         return beat
 
     def _watch_closely(self, turn: _Turn) -> None:
@@ -362,39 +359,41 @@ class ControllerService:
             action = WatchClosely(nodes=nodes, until_s=until_s, reason="suspicion")
             turn.sendings += self._orders.take(action)
 
-    def _take_events(self, turn: _Turn, sender: str, message: EventMessage) -> None:
-        """Take what is new; a gap is left for the sender to fill.
-
-        In the place of what is not the sender's to tell stands a note, so that the rest goes on.
-        """
-        for batch in message.batches:
+    def _take_events(self, turn: _Turn, sender: str, batches: Sequence[Checked]) -> None:
+        """Take what is new; a gap is left for the sender to fill."""
+        for batch in batches:
             if find_role(sender, batch.source) is None:
-                self.inbox.pass_over(sender, batch.source, "the numbers of another source")
+                self.inbox.drop_event(sender, "the numbers of another source")
                 continue
             known = batch.source in self._memory.taken or not batch.events
-            if not known and not self.inbox.admits_source(sender, batch.source):
+            if not known and not self.inbox.admits_source(sender):
                 return
             skipped = batch.skipped
             for number, event in enumerate(batch.events, batch.first_seq):
                 if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:
-                    state, started = self._memory.machine.state, self._memory.started
-                    untrue = find_untrue(state, started, sender, batch.source, event)
-                    why = untrue or _find_strange_version(event)
-                    note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
-                    if note is None:
-                        return  # Its sender repeats the rest, and by then there is room.
                     self._memory.take_number(batch.source, number)
-                    match note:
-                        case MetricsLogged():
-                            turn.metrics.append((batch.source, note))
-                            self._compare_losses(turn, note)
-                        case BoundaryAnswered() | BoundaryReached() if name_agreement(note):
-                            self._collect(turn, batch.source, number, note)
-                        case _:
-                            self._add(turn, note, batch.source, number)
-                    if isinstance(event, NodeRegistered) and why and not untrue:
-                        self._send_away(turn, event, why)
+                    if event is not None:
+                        self._take_event(turn, sender, batch.source, number, event)
                 skipped = 0
+
+    def _take_event(
+        self, turn: _Turn, sender: str, source: str, number: int, event: AnyEvent
+    ) -> None:
+        """Take one event, unless it is not its sender's to tell."""
+        state, started = self._memory.machine.state, self._memory.started
+        if why := find_untrue(state, started, sender, source, event):
+            self.inbox.drop_event(sender, why)
+            return
+        match event:
+            case NodeRegistered() if why := _find_strange_version(event):
+                self._send_away(turn, event, why)
+            case MetricsLogged():
+                turn.metrics.append((source, event))
+                self._compare_losses(turn, event)
+            case BoundaryAnswered() | BoundaryReached() if name_agreement(event):
+                self._collect(turn, source, number, event)
+            case _:
+                self._add(turn, event, source, number)
 
     def _compare_losses(self, turn: _Turn, event: MetricsLogged) -> None:
         """Say once a generation whether a resume is exact, and once that it is not."""
@@ -502,7 +501,11 @@ class ControllerService:
         """Take one event through the machines: its entry, then its decisions, then what follows."""
         if turn.agreed:  # It came before.
             self._add_agreed(turn)
-        event = self._fit(event, source)
+        fitting = fit_event(event, self._journal.body_max)
+        if fitting is None:
+            self._drop(event, source)
+            return
+        event = fitting
         self._enter(turn, event, source, source_seq)
         self._orders.note(event)
         self._act(turn, self._memory.machine.handle(turn.now, event))
@@ -539,7 +542,6 @@ class ControllerService:
             if record is not None:
                 self._add(turn, record)
             if isinstance(action, EndJob):
-                self._derive(turn, list(self.inbox.asides.take(all=True)))
                 self._ended = JobEnded(
                     status=action.status,
                     exit_code=action.exit_code,
@@ -548,29 +550,20 @@ class ControllerService:
                 )
                 self._add(turn, self._ended)
 
-    def _fit(self, event: AnyEvent, source: str) -> AnyEvent:
-        """Return `event` as the journal can hold it, before anything is made of it.
+    def _drop(self, event: AnyEvent, source: str) -> None:
+        """Drop an event that the journal cannot hold.
 
         Raises:
-            PlatformError: it is the job's document, and the server takes no message so large.
+            PlatformError: it is the job's document.
         """
-        limit = self._journal.body_max
-        fitting = fit_event(event, limit)
-        if fitting is not None:
-            return fitting
-        size = len(encode(event))
+        size, limit = len(encode(event)), self._journal.body_max
         if isinstance(event, JobSubmitted):
             raise PlatformError(
                 f"the job's document has {size:,} bytes, of which the journal takes {limit:,}",
                 hint="raise max_payload of the NATS server, or shorten [env] and the arguments",
             )
-        return MessagesSetAside(
-            at_s=self._clock(),
-            door="journal",
-            source=source or "the controller",
-            reason=f"{size:,} bytes are more than {limit:,}",
-            example=type(event).__name__,
-        )
+        name = f"{type(event).__name__} of {source or 'the controller'}"
+        self.inbox.drops.note(f"{name}: {size:,} bytes are more than the journal's {limit:,}")
 
     def _enter(
         self, turn: _Turn, body: AnyEvent | Decision, source: str = "", source_seq: int = 0

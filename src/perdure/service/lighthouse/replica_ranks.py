@@ -31,7 +31,6 @@ from perdure.model.orders import Order, RankOrder, SendBoundary
 from perdure.model.paths import JobPaths, lighthouse_door
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
-from perdure.service.part import Asides
 
 log = logging.getLogger("perdure.lighthouse")
 
@@ -71,7 +70,7 @@ class ReplicaRanks:
         self._find, self._ended = find, ended
         self._lives: dict[int, _Life] = {}
         self._server = WorkerServer(
-            spec.name, outbox, self._hear, Asides(clock), admit=self._admit, gone=self._note_gone
+            spec.name, outbox, self._hear, admit=self._admit, gone=self._note_gone
         )
 
     async def start(self, paths: JobPaths, port: int, name: str, address: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of messages that were set aside, and of values that are not finite."""
+"""What a person sees of values that are not finite, and of those that were dropped."""
 
 import json
 import math
@@ -13,33 +13,26 @@ from perdure.cli.app import run_command
 from perdure.dash.svg import render_curve, render_stack
 from perdure.dash.text import render_chart, render_text
 from perdure.model.codec import encode
-from perdure.model.events import JournalEntry, MessagesSetAside
+from perdure.model.events import MetricsLogged
+from perdure.service.curves import CurveFiles
 from perdure.telemetry.ledger import LedgerFold
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose loss diverged, with notes of 65 nasty sources."""
+    """A job whose loss diverged, and which logged 1,500 values that are no numbers."""
     story = tell(Story(now=1_700_000_000.0))
-    entries, at_s = story.entries, story.now
-    bodies = []
-    for n in (1, *range(1, 100)):
-        note = MessagesSetAside(
-            at_s=at_s, door="rank", source=f"rank {n}", count=1500, reason="\x1b[2J", example="\x07"
-        )
-        bodies.append(note)
-    last = entries.pop()
     story.log(*({"loss": value} for value in (0.5, math.nan, math.inf, -math.inf)))
-    for number, body in enumerate([*bodies, last.body], last.seq):
-        entries.append(JournalEntry(seq=number, at_s=at_s, body=body))
     folder = tmp_path / "jobs" / "job"
     folder.mkdir(parents=True)
     (folder / "job.json").write_bytes(encode(story.spec))
     (folder / "endpoint.json").write_text(
         '{"url":"nats://127.0.0.1:1","token":"","clock_offset_s":0}'
     )
-    (folder / "journal.jsonl").write_bytes(render_journal(entries))
+    (folder / "journal.jsonl").write_bytes(render_journal(story.entries))
     story.lay_curves(folder)
+    dropped = MetricsLogged(generation=0, rows=(), dropped=1500)
+    CurveFiles(str(folder / "curves"), "more").append(story.now, "g0-r1-p\x07", dropped)
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
 
 
@@ -48,19 +41,14 @@ def read(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def test_diagnose_says_from_whom_how_many_and_shows_the_first(
+def test_diagnose_counts_the_values_that_were_dropped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """T1."""
     text = read(capsys, "diagnose", "job")
-    assert "set aside: 3,000 of rank 1 (rank)" in text
-    assert "\x1b" not in text
-    assert "\x07" not in text
-    rows = json.loads(read(capsys, "diagnose", "job", "--json"))["set_aside"]
-    assert len(rows) == 65
-    assert rows[0]["count"] == 3000
-    assert rows[-1]["source"] == "others"
-    assert sum(row["count"] for row in rows) == 150_000
+    assert "dropped: 1,500 of g0-r1-p\\x07: values of run.log: no numbers" in text
+    (row,) = json.loads(read(capsys, "diagnose", "job", "--json"))["dropped_values"].values()
+    assert row["count"] == 1500
 
 
 def test_values_that_are_not_finite_are_shown_and_valid(
