@@ -1,4 +1,4 @@
-"""All traps, in one table: of any machine, several nodes, a bare box, and each platform.
+"""The traps of any machine, several nodes, a bare box, and each platform, in one table.
 
 `judge` makes of facts the rows that `perdure doctor` shows; `docs/doctor.md` has the whole table.
 """
@@ -26,7 +26,6 @@ def _row(
     check: Callable[[BoxFacts], c.Verdict] | None = None,
     *,
     scope: Scope = "any",
-    lack: str = "",
     **how: str,
 ) -> Row:
     """Return one row; a check stands for `detected`."""
@@ -36,144 +35,51 @@ def _row(
             times[when] = f"{_CHECKS}:{check.__name__}"
         elif when in how:
             times[when] = how[when]
-    return Trap(id, title, scope, times, mend, lack), check
+    return Trap(id, title, scope, times, mend), check
 
 
 UNIVERSAL: tuple[Row, ...] = (
-    _row("U1", "ssh leaves with 255 when what it ran was killed",
-        "ask again: 255 is the connection's word, not the job's", scope="ssh",
-        prevented="perdure.launch.channel:Channel"),
-    _row("U2", "a script is edited while it runs; a variable does not cross the detachment",
-        "documents are copied when a job is submitted or queued; variables go in `env`",
-        prevented="perdure.model.queue:Item"),
     _row("U3", "a process vanished: reboot, out of memory, hang-up or kill",
         "perdure diagnose JOB says which", diagnosed=_VANISHED),
-    _row("U4", "a kill by name hits the wrong process, or the caller itself",
-        "perdure kills by pid and start time only", prevented="perdure.adapters.host:kill_process"),
-    _row("U5", "another Python than the one that was meant",
-        "a job is started with the absolute path of the Python that submitted it",
-        prevented="perdure.launch.local:render"),
     _row("U6", "a full disk breaks torch.save",
         "make room, a smaller checkpoint.keep_last, or a roomier checkpoint.url",
         c.check_bytes, watched="perdure.service.storage_watch:StorageWatch", diagnosed=_SYMPTOMS),
     _row("U7", "inodes run out before bytes", "pack small files, clear caches; df -i says where",
         c.check_inodes, watched="perdure.service.storage_watch:StorageWatch", diagnosed=_SYMPTOMS),
-    _row("U8", "hot data on a network file system or a turning disk",
-        "copy it to a local NVMe first; keep checkpoints where they last", c.check_hot_data),
     _row("U9", "loader workers times big tensors: the cgroup's OOM kill, a bare `Killed`",
         "fewer workers, smaller prefetch, or more memory", c.check_memory,
         diagnosed="perdure.model.failures:ExitRecord"),
     _row("U10", "out of memory on the GPU, by fragments",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; a smaller micro-batch",
         c.check_allocator, diagnosed=_SYMPTOMS),
-    _row("U11", "memory of a GPU held by a process that nvidia-smi does not show",
-        "fuser -v /dev/nvidia* names the holder; end it by its pid", c.check_zombies),
-    _row("U12", "scp starts from zero after a reset", "rsync with --partial-dir, in a loop",
-        scope="ssh", prevented="perdure.launch.transfer:pull"),
-    _row("U13", "a copy into a directory that is not there yet", "it is made first", scope="ssh",
-        prevented="perdure.launch.ssh.submit:submit"),
-    _row("U14", "bytes out of the platform cost extra",
-        "pull from the same zone; `free_egress` of the profile is shown before a launch",
-        prevented="perdure.cli.platforms.profiles:render_danger"),
-    _row("U15", "bulk data is sent uncompressed", "pack and compress what compresses", scope="ssh",
-        lack="transfers are not compressed"),
-    _row("U16", "stale waiters of an earlier run", "one run a name, one runner a queue",
-        prevented="perdure.service.jobfiles:JobLock"),
-    _row("U17", "a poll hangs for ever", "every question has a time-out; ask again",
-        prevented="perdure.cli.jobs:send_command"),
-    _row("U18", "`I shall look later` without an alarm",
-        "alerts.command, webhook or apprise tells of the end, and of every failure",
-        watched="perdure.service.controller.alerts:Alerter"),
-    _row("U19", "an experiment tracker deletes late",
-        "each run of a job has an id of its own there",
-        prevented="perdure.adapters.trackers:make_key"),
-    _row("U20", "a tracker's server goes away",
-        "the journal stays local; what a tracker missed it is told later",
-        prevented="perdure.service.controller.journal:read_journal"),
-    _row("U21", "GPU-Util says 100 % while the clock is low",
-        "read clock and power: perdure status JOB --devices", watched=f"{_DEVICES}:DeviceJudge"),
-    _row("U22", "Xid 48 or 79: the GPU is dead", "leave the node out, give the box back",
-        watched=f"{_DEVICES}:DeviceJudge"),
-    _row("U23", "a GPU is throttled by heat or power, a quarter to 40 % slower",
-        "another node; tell the provider", watched=f"{_DEVICES}:DeviceJudge"),
-    _row("U24", "the loader keeps the GPU waiting", "workers, pinned memory, prefetch",
-        watched="perdure.detect.stages:StageWatch",
-        lack="a loader that is as slow on every rank is no verdict"),
-    _row("U25", "a data set of many small files", "pack it into shards", c.check_many_files),
     _row("U26", "line ends of Windows in a script", "sed -i 's/\\r$//' FILE, and .gitattributes",
         c.check_line_ends, diagnosed=_SYMPTOMS),
-    _row("U27", "configuration by pasted command lines", "a job file, and `set` of a queue file",
-        prevented="perdure.model.queue:replace_fields"),
     _row("U28", "driver, toolkit and torch do not fit together",
         "a torch built for the driver's CUDA", c.check_cuda, diagnosed=_SYMPTOMS),
-    _row("U29", "nothing pins the packages", "pip freeze > requirements.lock, or uv lock",
-        c.check_lock_file),
     _row("U30", "an image by tag instead of digest", "image@sha256:...", scope="kubernetes",
         detected="perdure.launch.kubernetes.fields:check_fields"),
     _row("U31", "a container without a GPU trains on the CPU, a hundred times slower",
         "the runtime's --gpus all, or torch with CUDA", c.check_gpu_visible, diagnosed=_SYMPTOMS),
-    _row("U32", "tasks that need their own number of epochs", "an item each: `set` and `grid`",
-        prevented="perdure.model.queue:expand_file"),
-    _row("U33", "`saved` was printed, and nothing arrived",
-        "sizes are compared after an upload; `latest` is written last",
-        prevented="perdure.worker.checkpoint.files:Remote"),
     _row("U34", "secrets in files, arguments or logs",
         "launch.secrets; chmod 600 what others may read",
-        c.check_secrets, prevented="perdure.launch.lint:check_plan"),
-    _row("U35", "wandb without a key records what nobody will see",
-        "WANDB_API_KEY by launch.secrets, or WANDB_MODE=offline and a sync later",
-        c.check_tracker),
-    _row("U36", "results that do not come again", "the fingerprint of the environment says why",
-        watched="perdure.worker.rng:take_fingerprint"),
-    _row("U37", "plots of more than 65,535 points a side", "thin them out first",
-        prevented="perdure.dash.svg:thin"),
-    _row("U38", "GPU-Util at 0 %: waiting for data, a lock or a dead peer",
-        "perdure diagnose JOB: stages, stacks, who waits for whom",
-        watched="perdure.detect.detector:Detector"),
-    _row("U39", "an empty TensorBoard is taken for a dead run", "liveness is progress: watch",
-        prevented="perdure.detect.detector:Detector"),
-    _row("U40", "more threads than the cgroup grants cores",
-        "OMP_NUM_THREADS; perdure run sets it where it is not set", c.check_threads,
-        prevented="perdure.launch.environment:explain_default_threads"),
+        prevented="perdure.launch.lint:check_plan"),
     _row("U41", "`free` and `top` tell of the machine, not of the container",
         "read memory.events of the cgroup: perdure does", c.check_oom_counter,
         diagnosed="perdure.model.failures:ExitRecord"),
-    _row("U42", "other code runs there than here", "compare hashes before the start", scope="ssh",
-        prevented="perdure.launch.ssh.submit:submit"),
-    _row("U43", "output in blocks looks frozen", "judge by steps and files, not by lines",
-        prevented="perdure.detect.detector:Detector"),
     _row("U44", "no `__main__` guard where processes are spawned", "if __name__ == '__main__':",
         c.check_system, diagnosed=_SYMPTOMS),
-    _row("U45", "NCCL's own settings end the survivors of an elastic world",
-        "unset them: perdure sets what each depth needs where nothing is set", c.check_nccl,
-        prevented="perdure.worker.elastic.survival:outlive_errors"),
     _row("U46", "more ranks than GPUs on a node: NCCL refuses two ranks on one GPU",
         "as many ranks as GPUs, or gloo",
         detected="perdure.cli.running.jobspec:check_devices",
         watched="perdure.model.nccl:explain_shared_gpus", diagnosed=_SYMPTOMS),
-    _row("U47", "ranks on MIG instances of one GPU: NCCL takes them for one GPU before 2.30",
-        "one instance of each GPU, NCCL 2.30, or gloo", c.check_instances),
-    _row("U48", "MPS makes the processes of a GPU one failure domain",
-        "echo quit | nvidia-cuda-mps-control, where each rank has a GPU of its own", c.check_mps),
 )  # fmt: skip
 
 NODES: tuple[Row, ...] = (
     _row("MN1", "no fabric manager: every collective over NVSwitch hangs",
         "systemctl start nvidia-fabricmanager", c.check_fabric, scope="nodes",
         diagnosed=_SYMPTOMS),
-    _row("MN2", "the wrong interface is taken for collectives",
-        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in `env`", c.check_interface, scope="nodes",
-        watched="perdure.detect.links:LinkWatch"),
     _row("MN3", "the time-out of 1,800 s hides a dead rank", "perdure names it within seconds",
         scope="nodes", watched="perdure.detect.arrival:list_stuck_comms", diagnosed=_SYMPTOMS),
-    _row("MN4", "frame sizes differ along a path", "the same MTU on all of it: ip link set mtu",
-        c.check_mtu, scope="nodes", watched="perdure.detect.links:LinkWatch"),
-    _row("MN5", "torchrun --max-restarts starts again without the state",
-        "perdure.init() and run.steps(): exact resume", scope="nodes",
-        prevented="perdure.worker.checkpoint.checkpointer:Checkpointer"),
-    _row("MN6", "an elastic world waits in silence for its least number of members",
-        "restart.node_wait_s bounds it; perdure status says for whom", scope="nodes",
-        prevented="perdure.model.job:RestartConfig"),
 )  # fmt: skip
 
 
@@ -184,10 +90,6 @@ GENERIC: tuple[Row, ...] = (
     _row("GEN2", "the connection drops and takes the run along",
         "perdure launch, perdure run --detach, or tmux", c.check_hangup, scope="ssh",
         prevented="perdure.launch.local:submit", diagnosed=_VANISHED),
-    _row("GEN2b", "systemd ends what a user leaves behind",
-        "loginctl enable-linger, or systemd-run --user --scope", c.check_linger, scope="ssh"),
-    _row("GEN2c", "nothing to detach with", "apt-get install tmux", c.check_detach_tool,
-        scope="ssh"),
     _row("GEN3", "a transfer starts from zero, or leaves half a file under its last name",
         "rsync --partial-dir; apt-get install rsync", c.check_transfer_tool, scope="ssh",
         prevented="perdure.launch.transfer:pull"),
@@ -206,7 +108,6 @@ GENERIC: tuple[Row, ...] = (
     _row("GEN8", "a dropped poll is taken for a death",
         "ask again: only the place itself knows", scope="ssh",
         prevented="perdure.launch.ssh.ask:ask_state"),
-    _row("GEN9", "a clock that was never set", "ntpd, chrony or systemd-timesyncd", c.check_clock),
     _row("GEN10", "too few descriptors for a mesh of connections", "ulimit -n 65536",
         c.check_files, diagnosed=_SYMPTOMS),
 )  # fmt: skip
@@ -289,13 +190,8 @@ def render_table() -> str:
     ]
     for trap, _ in TRAPS:
         times = [_show(trap.how.get(when, "")) for when in _WHENS]
-        mend = trap.mend
-        if trap.lack:
-            mend += f". **Not yet: {trap.lack}**"
-        cells = [trap.id, trap.title, *times, mend]
+        cells = [trap.id, trap.title, *times, trap.mend]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    met = sum(bool(trap.how) for trap, _ in TRAPS)
-    lines += ["", f"{met} of {len(TRAPS)} are met somewhere; {len(TRAPS) - met} are not yet."]
     return "\n".join(lines) + "\n"
 
 

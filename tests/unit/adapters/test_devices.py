@@ -76,12 +76,11 @@ def test_ancestors_of_a_process():
     assert list_ancestors(999_999_999) == []
 
 
-def test_a_machines_facts_name_the_instances_of_a_divided_gpu(monkeypatch):
+def test_a_machines_facts_leave_out_the_processes_of_a_divided_gpu(monkeypatch):
     parts = [{"uuid": "MIG-1", "name": "H200 1g"}, {"uuid": "MIG-2", "name": "H200 1g"}]
     divided = {"uuid": "GPU-a", "name": "H200", "mig": parts}  # It does not say what is in use.
     fake = FakeNvml(divided, gpu("GPU-b", pids=[7]))
     monkeypatch.setattr(box, "load_nvml", lambda: fake)
     found, driver = box.read_gpus()
-    assert [one.instances for one in found] == [("MIG-1", "MIG-2"), ()]
     assert [one.pids for one in found] == [(), (7,)]
     assert (driver, fake.open) == ("13.0", 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.traps.trap_tests import TESTS
 
-from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
+from perdure.model.platforms.box import BoxFacts, Disk, Gpu
 from perdure.traps import SYMPTOMS, TRAPS, find_trap, judge, name_symptoms
 from perdure.traps.table import render_table
 
@@ -18,19 +18,16 @@ ROOT = Path(__file__).resolve().parents[3]
 GB = 1 << 30
 ROOMY = Disk(role="state", path="/x", kind="ext4", free=900 * GB, total=1000 * GB,
              inodes_free=9_000_000, inodes=10_000_000)  # fmt: skip
-CARD = Gpu(uuid="GPU-1", name="H100", used=0)
+CARD = Gpu(uuid="GPU-1", name="H100")
 CLUSTER = {"PreemptType": "preempt/partition_prio", "AccountingStorageType": "x/slurmdbd"}
 
 # Trap, facts in which it lies ahead, facts in which it does not.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GEN2": ({"ancestors": ("bash", "sshd", "sshd", "systemd")},
              {"ancestors": ("bash", "tmux: server", "sshd")}),
-    "GEN2b": ({"kill_user_processes": True}, {"kill_user_processes": False}),
-    "GEN2c": ({}, {"tools": frozenset({"tmux"})}),
-    "GEN3": ({}, {"tools": frozenset({"rsync"})}),
+    "GEN3": ({}, {"rsync": True}),
     "GEN4": ({"crlf": ("run.sh",)}, {}),
     "GEN7": ({"gpus": (Gpu(uuid="a", pids=(7,)),)}, {"gpus": (CARD,)}),
-    "GEN9": ({"clock_s": 5.0}, {"clock_s": 2e9, "clock_synced": True}),
     "GEN10": ({"open_files": 1024}, {"open_files": 65536}),
     "SLURM2": ({"slurm": CLUSTER},
                {"slurm": {**CLUSTER, "SlurmctldParameters": "preempt_send_user_signal"}}),
@@ -47,38 +44,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
            {"disks": (ROOMY,)}),
     "U7": ({"disks": (Disk(role="state", path="/x", inodes=200_000, inodes_free=900),)},
            {"disks": (ROOMY,)}),
-    "U8": ({"disks": (Disk(role="project", path="/x", kind="nfs4"),)},
-           {"disks": (Disk(role="project", path="/x", kind="ext4", rotational=False),)}),
     "U9": ({"memory_limit": 10 * GB, "memory_used": 9 * GB},
            {"memory_limit": 10 * GB, "memory_used": GB}),
     "U10": ({"gpus": (CARD,)},
             {"gpus": (CARD,), "env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}),
-    "U11": ({"gpu_nodes": 1, "gpus": (Gpu(uuid="a", used=9 * GB),),
-             "holders": (DeviceHolder(pid=9, name="python", age_s=999.0, device="/dev/nvidia0"),)},
-            {"gpu_nodes": 1, "gpus": (Gpu(uuid="a", used=9 * GB, pids=(9,)),),
-             "holders": (DeviceHolder(pid=9, name="python", age_s=999.0, device="/dev/nvidia0"),)}),
-    "U25": ({"project_files": 100_000}, {"project_files": 12}),
     "U26": ({"crlf": ("a.sh", "b.slurm")}, {}),
     "U28": ({"torch_cuda": "13.0", "driver_cuda": "12.4"},
             {"torch_cuda": "12.8", "driver_cuda": "12.4"}),
-    "U29": ({}, {"lock_file": "uv.lock"}),
     "U31": ({"torch": "2.13.0+cpu", "gpu_nodes": 2}, {"torch_cuda": "12.8", "gpus": (CARD,)}),
-    "U34": ({"readable_secrets": ("/root/.netrc",)}, {}),
-    "U35": ({"packages": frozenset({"wandb"})},
-            {"packages": frozenset({"wandb"}), "env": {"WANDB_API_KEY": "set"}}),
-    "U40": ({"cpus": 64, "cpu_quota": 4.0}, {"cpus": 4, "cpu_quota": 4.0}),
     "U41": ({"oom_kills": 2}, {"oom_kills": 0}),
     "U44": ({"system": "Windows"}, {}),
-    "U45": ({"gpu_nodes": 1, "env": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}},
-            {"gpu_nodes": 1, "env": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}),
-    "U47": ({"gpus": (Gpu(uuid="a", instances=("MIG-1", "MIG-2")),)},
-            {"gpus": (Gpu(uuid="a", instances=("MIG-1",)), CARD)}),
-    "U48": ({"gpus": (CARD,), "mps": True}, {"gpus": (CARD,)}),
     "MN1": ({"nvswitch": True}, {"nvswitch": True, "fabric_manager": True}),
-    "MN2": ({"nics": (Nic(name="eth0", mtu=1500), Nic(name="ib0", mtu=2044))},
-            {"nics": (Nic(name="eth0", mtu=1500),)}),
-    "MN4": ({"nics": (Nic(name="eth0", mtu=1500), Nic(name="eth1", mtu=9000))},
-            {"nics": (Nic(name="eth0", mtu=1500),)}),
 }  # fmt: skip
 LEFT = {
     "U6": "RuntimeError: [enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0",
@@ -130,15 +106,14 @@ def test_ordinary_output_speaks_of_no_trap() -> None:
 def test_all_traps_of_the_profile_are_there() -> None:
     wanted = {f"GEN{n}" for n in range(1, 9)} | {f"SLURM{n}" for n in range(1, 6)}
     wanted |= {f"K8S{n}" for n in range(1, 7)} | {f"NB{n}" for n in range(1, 6)}
-    wanted |= {f"U{n}" for n in range(1, 49)} | {f"MN{n}" for n in range(1, 7)}
     ids = [trap.id for trap, _ in TRAPS]
     assert len(ids) == len(set(ids))
     assert wanted - set(ids) == set()
 
 
-def test_what_meets_a_trap_exists_and_what_nothing_meets_is_said() -> None:
+def test_what_meets_a_trap_exists() -> None:
     for trap, _ in TRAPS:
-        assert trap.how or trap.lack, trap.id
+        assert trap.how, trap.id
         for how in trap.how.values():
             module, _, name = how.partition(":")
             assert hasattr(importlib.import_module(module), name), f"{trap.id}: {how}"

@@ -16,10 +16,8 @@ _WAITS = f"{_LAUNCH}/test_kubernetes.py::test_what_a_pod_waits_for_is_in_its_eve
 _FIELDS = f"{_LAUNCH}/test_kubernetes_fields.py"
 _NOTEBOOK = f"{_LAUNCH}/test_notebook.py"
 _STORAGE = "unit/service/test_storage_watch.py::test_a_worsening_is_told_once"
-_DEVICES = "unit/detect/test_device_judge.py"
 _DETECTOR = "unit/detect/test_detector.py"
 _OOM = "unit/keeper/test_keeper_exits.py::test_out_of_memory"
-_STAGE = "unit/detect/test_slow.py::test_a_straggler_is_named_with_its_stage_within_three_seconds"
 
 TESTS: dict[str, dict[str, str]] = {
     "GEN1": {"prevented": _GATE},
@@ -54,64 +52,18 @@ TESTS: dict[str, dict[str, str]] = {
     "NB3": {"prevented": f"{_LAUNCH}/test_kaggle.py::test_what_kaggle_is_asked_for"},
     "NB4": {"prevented": f"{_NOTEBOOK}::test_traps_before_a_session_is_spent"},
     "NB5": {"prevented": f"{_NOTEBOOK}::test_a_sitting_warns_itself_before_the_ceiling"},
-    "U1": {"prevented": f"{_LAUNCH}/test_channel.py::test_255_is_the_command_s_where_it_was_told"},
-    "U2": {"prevented": "unit/cli/test_queue_commands.py::test_a_job_file_is_kept_as_it_was"},
     "U3": {"diagnosed": f"{_VANISHED}::"
                         "test_what_is_left_is_a_kill_and_says_what_could_not_be_read"},
-    "U4": {"prevented": "unit/adapters/test_host.py::test_leftovers_end_by_mark_and_by_pid"},
-    "U5": {"prevented": f"{_LAUNCH}/test_local.py::test_render_touches_nothing_and_reads_back"},
     "U6": {"watched": _STORAGE},
     "U7": {"watched": _STORAGE},
     "U9": {"diagnosed": _OOM},
-    "U12": {"prevented": _RSYNC},
-    "U13": {"prevented": "e2e/test_ssh.py::"
-                         "test_a_job_outlives_its_connection_and_its_box_is_given_back_last"},
-    "U14": {"prevented": f"{_LAUNCH}/test_profiles.py::test_what_leaves_the_platform_may_cost"},
-    "U16": {"prevented": "contract/test_supervisor.py::"
-                         "test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside"},
-    "U17": {"prevented": "contract/test_bus.py::test_request_without_answer_times_out"},
-    "U18": {"watched": "unit/service/test_alerts.py::"
-                       "test_a_command_gets_it_on_its_input_and_a_stuck_one_is_killed"},
-    "U19": {"prevented": "unit/cli/test_told_trackers.py::"
-                         "test_each_run_of_a_job_has_an_id_of_its_own_and_is_told_whole"},
-    "U20": {"prevented": "contract/test_journal.py::"
-                         "test_journal_is_read_from_the_store_when_there_is_no_mirror"},
-    "U21": {"watched": f"{_DEVICES}::"
-                       "test_a_low_clock_that_nobody_explains_is_seen_beside_its_peers"},
-    "U22": {"watched": f"{_DEVICES}::test_errors_are_reported_once"},
-    "U23": {"watched": f"{_DEVICES}::test_a_hot_device_is_slow_after_a_while_and_well_again_later"},
-    "U24": {"watched": _STAGE},
-    "U27": {"prevented": "unit/model/test_queue_files.py::"
-                         "test_values_of_a_grid_keep_their_type_in_a_job"},
     "U30": {"detected": f"{_LAUNCH}/test_kubernetes.py::"
                         "test_an_image_by_tag_is_told_of_and_none_is_refused"},
-    "U32": {"prevented": "unit/model/test_queue_files.py::"
-                         "test_a_grid_makes_an_item_of_every_combination"},
-    "U33": {"prevented": "unit/worker/test_remote.py::test_what_arrived_shorter_is_not_tagged"},
     "U34": {"prevented": _LINT},
-    "U36": {"watched": "unit/worker/test_checkpoint.py::"
-                       "test_other_environment_is_resumed_but_not_called_exact"},
-    "U37": {"prevented": "unit/dash/test_screens.py::"
-                         "test_a_long_curve_is_thinned_but_keeps_its_spike"},
-    "U38": {"watched": f"{_DETECTOR}::"
-                       "test_a_rank_that_did_not_arrive_is_named_and_acted_upon_as_the_job_file_says"},
-    "U39": {"prevented": f"{_DETECTOR}::test_a_script_that_shows_nothing_and_is_stopped_is_found"},
-    "U40": {"prevented": f"{_LAUNCH}/test_environment.py::test_threads_are_the_users_where_set"},
     "U41": {"diagnosed": _OOM},
-    "U42": {"prevented": f"{_LAUNCH}/test_channel.py::test_a_file_that_is_another_there_is_named"},
-    "U43": {"prevented": f"{_DETECTOR}::"
-                         "test_cpu_counts_as_progress_only_before_the_first_collective"},
-    "U45": {"prevented": "unit/worker/test_elastic_survival.py::"
-                         "test_survivors_outlive_what_a_restarted_job_would_not"},
     "U46": {"detected": "unit/cli/test_checks.py::test_devices_and_default_threads_are_said",
             "watched": "unit/worker/test_elastic_survival.py::"
                        "test_a_group_of_more_ranks_than_gpus_is_told_once"},
-    "MN2": {"watched": "unit/detect/test_slow.py::test_a_slow_link_is_pinned"},
     "MN3": {"watched": f"{_DETECTOR}::"
                        "test_a_stopped_rank_of_two_is_named_within_the_floor_and_one_step"},
-    "MN4": {"watched": "unit/detect/test_slow.py::test_loss_is_told_by_what_was_sent_again"},
-    "MN5": {"prevented": "e2e/test_exact_resume.py::test_kills_change_no_bit"},
-    "MN6": {"prevented": "unit/control/test_placement.py::"
-                         "test_world_without_a_spare_waits_for_its_lost_node_and_"
-                         "gives_up_in_the_end"},
 }  # fmt: skip

@@ -44,7 +44,6 @@ class Disk(msgspec.Struct, frozen=True, kw_only=True):
     inodes_free: int = 0
     inodes: int = 0
     """0 where the file system has no fixed number."""
-    rotational: bool | None = None
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,79 +51,38 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     uuid: str
     name: str = ""
-    used: int = 0
-    """Bytes of its memory."""
     pids: tuple[int, ...] = ()
     """Processes that NVML shows on it."""
-    instances: tuple[str, ...] = ()
-    """UUIDs of the MIG instances that it is divided into."""
-
-
-class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that holds `/dev/nvidiaN` open."""
-
-    pid: int
-    name: str
-    age_s: float
-    device: str
-
-
-class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """A network interface that is up, other than loopback."""
-
-    name: str
-    mtu: int
 
 
 class BoxFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One look at a machine, and at the project on it."""
 
     system: str = "Linux"
-    clock_s: float = 0.0
-    """Unix time, as the machine has it."""
-    clock_synced: bool | None = None
     disks: tuple[Disk, ...] = ()
     memory_limit: int = 0
     """Bytes that this process may use: the cgroup's limit or the machine's memory."""
     memory_used: int = 0
     oom_kills: int | None = None
     """Counted by the cgroup since it was made."""
-    cpus: int = 0
-    cpu_quota: float | None = None
-    """Cores that the cgroup grants."""
     env: dict[str, str] = {}
-    """Of the variables that checks look at; of secrets only that they are set."""
+    """Of the variables that checks look at."""
     open_files: int = 0
-    tools: frozenset[str] = frozenset()
-    """Programs on PATH, of those that matter."""
+    rsync: bool = False
+    """It is on PATH."""
     ancestors: tuple[str, ...] = ()
     """Names of the processes above this one, nearest first."""
-    kill_user_processes: bool | None = None
-    """Whether systemd ends what a user leaves behind."""
     gpus: tuple[Gpu, ...] = ()
     gpu_nodes: int = 0
     """`/dev/nvidiaN`."""
-    holders: tuple[DeviceHolder, ...] = ()
     driver_cuda: str = ""
     """Newest CUDA that the driver runs."""
-    mps: bool = False
-    """A daemon of CUDA's Multi-Process Service runs."""
     nvswitch: bool = False
     fabric_manager: bool = False
     torch: str = ""
     torch_cuda: str = ""
     """CUDA that torch was built with; empty for a build without."""
-    packages: frozenset[str] = frozenset()
-    """Installed, of those that matter."""
-    nics: tuple[Nic, ...] = ()
     crlf: tuple[str, ...] = ()
     """Scripts of the project whose lines end as on Windows."""
-    project_files: int = 0
-    """Counted up to a limit."""
-    lock_file: str = ""
-    """What pins the project's packages."""
-    readable_secrets: tuple[str, ...] = ()
-    """Files of credentials that others may read."""
-    zombies: int = 0
     slurm: dict[str, str] = {}
     """Settings that `scontrol show config` tells."""

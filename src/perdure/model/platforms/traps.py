@@ -18,10 +18,8 @@ class Trap(msgspec.Struct, frozen=True):
     title: str
     scope: Scope
     how: dict[When, str]
-    """Time -> `module:name` of what meets it there; empty where nothing of perdure does yet."""
+    """Time -> `module:name` of what meets it there."""
     mend: str
-    lack: str = ""
-    """Where `how` is empty, or not all: what is missing."""
 
 
 class Symptom(msgspec.Struct, frozen=True):
