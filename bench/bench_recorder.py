@@ -24,7 +24,6 @@ CHILD = Path(__file__).parent / "scripts" / "recorder_cost.py"
 MODES = {
     "nothing": {},
     "compiled": {"PERDURE_RECORDER": "compiled"},
-    "python": {"PERDURE_RECORDER": "python"},
     "detail": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     "torchft": {},
     "flight off": {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
@@ -119,10 +118,7 @@ def main() -> None:
                     if not isinstance(rows, list):
                         continue
                     key = f"{what}, {ranks} ranks"
-                    if mode in ("nothing", "detail", "flight off") or (mode, what) == (
-                        "python",
-                        "steps",
-                    ):
+                    if mode in ("nothing", "detail", "flight off"):
                         flat = [x for a, b, c in rows for x in (a, b, c)]
                         bare.setdefault(f"{key}, {mode}", []).append(quartile(flat) / each * 1e6)
                     else:
@@ -133,11 +129,10 @@ def main() -> None:
         result[f"{plain}, Flight Recorder, processes"] = compare_processes(
             bare[f"{plain}, flight off"], bare[f"{plain}, nothing"]
         )
-        # DDP under DETAIL dies of SIGSEGV in torch 2.13; the Python hook cannot be let go of.
-        other = "python" if what == "steps" else "detail"
-        result[f"{plain}, {other}, processes"] = compare_processes(
-            bare[f"{plain}, nothing"], bare[f"{plain}, {other}"]
-        )
+        if what == "calls":  # DDP under DETAIL dies of SIGSEGV in torch 2.13.
+            result[f"{plain}, detail, processes"] = compare_processes(
+                bare[f"{plain}, nothing"], bare[f"{plain}, detail"]
+            )
     print(json.dumps({"runs": args.runs, "spans": spans, **result}, indent=1))
 
 

@@ -57,7 +57,7 @@ Guard = Callable[[], contextlib.AbstractContextManager[object]]
 
 def leave_key_out() -> contextlib.AbstractContextManager[object]:
     """Leave the recorder's kernel out, where there is one."""
-    if MODE in ("compiled", "python"):
+    if MODE == "compiled":
         return torch._C._ExcludeDispatchKeyGuard(KEYS)  # type: ignore[no-any-return]
     return contextlib.nullcontext()
 
@@ -136,7 +136,7 @@ def count_spans() -> int:
 
 def main() -> None:
     """Measure calls, and steps where DDP takes such a group."""
-    if MODE in ("compiled", "python"):
+    if MODE == "compiled":
         from perdure.worker.attach import attach_rank
 
         attach_rank()

@@ -24,8 +24,8 @@ COUNT_WITHIN = 20
 """... of so many: a ring that was read between two of its words shows one now and then."""
 KNOWN_MAX = 256
 PASSED_KEPT = 64
-BOUND = ("compiled", "python")
-"""Recorders that write sequence, operation and size as one."""
+BOUND = "compiled"
+"""The recorder that writes sequence, operation and size as one."""
 POLLED_S = 1.2
 """Any other is believed about the operation only of a rank that has been silent for so long."""
 
@@ -73,7 +73,7 @@ class DesyncWatch:
 
     def take(self, watch: RankWatch, spans: Sequence[CollectiveSpan] = ()) -> None:
         """Learn from a rank whose record binds step, sequence and operation together."""
-        if watch.newest.recorder not in BOUND:
+        if watch.newest.recorder != BOUND:
             return
         if spans:
             self._take_passed(watch, spans)
@@ -134,7 +134,7 @@ class DesyncWatch:
         groups = gather(
             ((*_key(c), c.started_seq), rank, c)
             for rank, watch in sorted(watches.items() if doubtful or thorough else ())
-            if watch.newest.recorder in BOUND or (thorough and watch.silence_s >= POLLED_S)
+            if watch.newest.recorder == BOUND or (thorough and watch.silence_s >= POLLED_S)
             for c in watch.comms
             if c.size > 1 and c.op and c.started_seq > 0 and not is_point_to_point(c.op)
             if thorough or _key(c) in doubtful
@@ -153,7 +153,7 @@ class DesyncWatch:
         left = gather(
             ((*_key(c), c.started_seq), rank, c)
             for rank, watch in sorted(watches.items())
-            if watch.newest.recorder in BOUND
+            if watch.newest.recorder == BOUND
             for c in watch.comms
             if c.size > 1 and c.started_seq > c.ended_seq and not is_point_to_point(c.op)
         )

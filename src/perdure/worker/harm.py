@@ -323,8 +323,8 @@ class Faults:
             places = (self.arm_collectives, self.arm_forward)
             if not self._can_strike_beside(order.kind) and places == (None, None):
                 return (
-                    f"{order.kind} needs run.steps() in the script, or PERDURE_RECORDER=python "
-                    "to act at its next collective"
+                    f"{order.kind} needs run.steps() in the script, or the compiled recorder "
+                    "to act at its next collective (perdure doctor says what it lacks)"
                 )
         elif 0 <= order.at_step < self.step:
             return f"already at step {self.step}"

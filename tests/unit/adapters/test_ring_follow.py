@@ -20,7 +20,7 @@ def path(tmp_path):
 @pytest.fixture
 def ring(path):
     writer = RingWriter.create(path, rank=1, generation=0)
-    writer.set_recorder("python")
+    writer.set_recorder("status")
     return writer
 
 

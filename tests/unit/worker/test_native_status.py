@@ -59,9 +59,9 @@ def test_without_library_or_compiler(library: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_choice_is_said_as_such(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERDURE_RECORDER", "python")
+    monkeypatch.setenv("PERDURE_RECORDER", "status")
     check = doctor.check_recorder()
-    assert check.evidence.startswith("python (PERDURE_RECORDER=python)")
+    assert check.evidence.startswith("status (PERDURE_RECORDER=status)")
     assert check.mend == "unset PERDURE_RECORDER"
 
 

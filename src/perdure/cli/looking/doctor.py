@@ -23,13 +23,11 @@ _PING_S = 5.0
 _PROBE_S = 30.0
 _STALE_S = 5.0
 _LOST = {
-    "python": "no stages of a step, no end of send and receive",
     "status": "no durations, stages or waits: no slow rank or link by its collectives",
     "off": "hangs are told by steps alone",
 }
 _RECORDERS = {
     "compiled": "every collective, begin and end; about 2 µs each",
-    "python": "every collective, begin and end; 30 to 65 µs each",
     "status": "sequence numbers ten times a second; nothing per collective",
 }
 
@@ -207,7 +205,7 @@ def check_recorder() -> "Check":
     if found.reason.startswith("PERDURE_RECORDER="):
         mend = "unset PERDURE_RECORDER"
     elif found.broken:
-        mend = "report this; PERDURE_RECORDER=python sees every collective, slowly"
+        mend = "report this; PERDURE_RECORDER=status needs no compiled code"
     return Check(
         name=name, state="degraded", evidence=f"{evidence}: {_LOST.get(found.kind, '')}", mend=mend
     )

@@ -301,11 +301,10 @@ def _measure(library: str) -> Cost:
     )
 
 
-MODES = ("auto", "compiled", "python", "status", "off")
+MODES = ("auto", "compiled", "status", "off")
 
 COSTS = {
     "compiled": "about 2 µs a collective",
-    "python": "30 to 65 µs a collective",
     "status": "nothing a collective, 3 µs ten times a second",
     "off": "nothing",
 }
@@ -316,7 +315,7 @@ class RecorderStatus(msgspec.Struct, frozen=True):
     """The answer for `perdure doctor`."""
 
     kind: str
-    """`compiled`, `python`, `status` or `off`."""
+    """`compiled`, `status`, or `off`."""
     reason: str
     cost: str
     library: str = ""
@@ -344,7 +343,7 @@ def status() -> RecorderStatus:
     mode, wrong = read_mode()
     library = find_library()
     path = str(library) if library is not None else ""
-    if mode in ("python", "status", "off"):
+    if mode in ("status", "off"):
         return RecorderStatus(mode, f"PERDURE_RECORDER={mode}", COSTS[mode], path)
     if library is None:
         return RecorderStatus("status", explain_missing(), COSTS["status"], better=_advise_build())

@@ -8,10 +8,8 @@ it leaves out is looked up in a full dump (up to 65 ms with 2,000 entries), and 
 name of a group that is new, and more about a collective that seems to stay pending.
 
 Deliberately not seen this way: send and recv, which Flight Recorder does not record for gloo,
-and instants finer than the poll. `perdure.worker.recording.hook` sees both, for 30 to 65 µs a
-collective.
-
-A rank gets the compiled one where it is built, else this poll, else Python (`make_recorder`).
+and instants finer than the poll. The compiled recorder sees both, and a rank gets it if it is built
+(`make_recorder`).
 
 Flight Recorder's whole trace of this rank is written down when somebody is suspected
 (`TraceWriter`). The recorder polls only a status; what every collective of the last minutes was,
@@ -288,14 +286,6 @@ class StatusRecorder(Recorder):
         return entries
 
 
-def is_idle(dump: Dump) -> bool:
-    """Return whether every collective that `dump` knows of has ended."""
-    status = _decoder.decode(dump(False, False)).pg_status.values()
-    return all(
-        state.last_enqueued_collective == state.last_completed_collective for state in status
-    )
-
-
 def make_recorder(
     ring: RingWriter, members: Members, dumps: Mapping[str, Dump], faults: Faults
 ) -> Any:
@@ -320,12 +310,9 @@ def make_recorder(
         if mode == "compiled":
             why = why_not_loaded() or f"{explain_missing()}; {build_command()} builds it"
             say(f"the compiled recorder is not used: {why}")
-    if mode == "python" or not dumps:
-        from perdure.worker.recording.hook import HookRecorder
-
-        hook = HookRecorder(ring, members, dumps)
-        faults.arm_collectives = lambda before: setattr(hook, "before", before)
-        return hook
+    if not dumps:
+        say("Flight Recorder is off, so no collective is seen; unset TORCH_FR_BUFFER_SIZE")
+        return None
     return StatusRecorder(ring, dict(dumps), members)
 
 
