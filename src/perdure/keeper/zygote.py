@@ -69,7 +69,8 @@ OWN = (
 
 KEPT = frozenset({
     "logging", "multiprocessing.process", "numpy", "tempfile", "torch", "torch._dynamo",
-    "torch.distributed", "torch.distributed.distributed_c10d", "torch.utils.data.dataloader",
+    "torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.rendezvous",
+    "torch.utils.data.dataloader",
 })  # fmt: skip
 """Modules that perdure looks for in `sys.modules` while a rank starts."""
 

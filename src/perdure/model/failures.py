@@ -50,9 +50,27 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def lost_peer(self) -> bool:
-        """Whether it failed because another rank's connection went away."""
+        """Whether it failed because its connection to another rank, or to the store, went away."""
         text = f"{self.error} {self.traceback[-2000:]} {' '.join(self.last_output[-3:])}"
-        return self.failed and names_lost_peer(text)
+        return self.failed and (self.lost_store or names_lost_peer(text))
+
+    @property
+    def lost_store(self) -> bool:
+        """Whether it failed because the store at which the ranks meet was gone."""
+        return self.failed and any(words in self.error for words in _STORE_GONE)
+
+    @property
+    def failed_rendezvous(self) -> bool:
+        """Whether torch's own C++ code failed while this rank formed a process group with others.
+
+        Anybody can write into the store at which they meet. So that says nothing about the rank.
+        """
+        *_, frame = self.traceback.split('  File "')
+        place, _, code = frame.partition("\n")
+        forms = any(f", in {name}\n" in self.traceback for name in _FORMING)
+        raises = code.lstrip().startswith("raise ")
+        own = raises or "CUDA" in self.error or self.lost_device
+        return self.failed and forms and "/torch/distributed/" in place and not own
 
     @property
     def lost_device(self) -> str:
@@ -124,6 +142,12 @@ _PEER_GONE = (
 """What gloo and NCCL say when the other end of a connection is gone."""
 
 
+_STORE_GONE = ("Connection was likely closed", "The client socket has ")
+"""What torch's TCPStore says when nobody serves it any more."""
+_FORMING = ("init_process_group", "_new_process_group_helper")
+"""torch's functions in which ranks meet."""
+
+
 def names_lost_peer(text: str) -> bool:
     """Return whether `text`, of an error, says that the other end of a connection is gone."""
     return any(words in text for words in _PEER_GONE)
@@ -177,8 +201,12 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"
     elif record.lost_peer:  # If another rank had failed before, that rank is told of instead.
-        reason = f"{culprit} lost its connection to another rank{name_step(step)}"
+        whom = "the store" if record.lost_store else "another rank"
+        reason = f"{culprit} lost its connection to {whom}{name_step(step)}"
         culprit = f"a connection of {culprit}"
+    elif record.failed_rendezvous:
+        reason = f"{culprit} could not form a process group with the others: {cause}"
+        culprit = f"the rendezvous of {culprit}"
     return Cause(
         cause=cause, culprit=culprit, at_step=step,
         failure_s=record.at_s, detected_s=detected_s, reason=reason,

@@ -259,9 +259,10 @@ class VerdictFold:
                 if early.record.at_s <= record.at_s:
                     return _blame_early(early, ordered)
         cause = explain_exit(record, first.detected_s, first.account.step, None)
+        blamed = f"rank {record.rank}"
         return Verdict(
             kind="Crash",
-            culprit=Culprit() if record.lost_peer else Culprit(rank=record.rank),
+            culprit=Culprit(rank=record.rank) if cause.culprit == blamed else Culprit(),
             generation=generation,
             first_seen_s=record.at_s,
             confirmed_s=first.detected_s,

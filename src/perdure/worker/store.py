@@ -8,7 +8,14 @@ import contextlib
 import os
 import signal
 import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+_TRY_S = 5.0
+"""Seconds of one try to reach a store."""
+_PAUSE_S = 0.1
 
 
 def open_store(bind: str, world_size: int, answer: int) -> object:
@@ -56,6 +63,36 @@ def bind_store(host: str, port: int) -> dict[str, int]:
             socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
         return {"master_listen_fd": _listen(host, port).detach()}
     return {}
+
+
+def reach_store(make: Callable[[timedelta], Any], host: str, port: int, timeout: timedelta) -> Any:
+    """Return a client of the keeper's store at this address, made by `make(TIMEOUT)`.
+
+    The store was there before this rank. If it has ended, torch itself would go on trying.
+
+    Raises:
+        DistNetworkError: the store has ended, or is not reached within `timeout`.
+    """
+    import torch.distributed
+
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), _TRY_S).close()
+        except ConnectionRefusedError:
+            gone = f"The client socket has failed: the store at {host}:{port} has ended"
+            raise torch.distributed.DistNetworkError(gone) from None
+        except OSError:  # torch tries it as well, and says why not.
+            pass
+        try:
+            store = make(min(timeout, timedelta(seconds=_TRY_S)))
+        except torch.distributed.DistNetworkError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 def _listen(host: str, port: int) -> socket.socket:

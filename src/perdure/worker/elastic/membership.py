@@ -27,7 +27,7 @@ from perdure.worker.elastic.survival import outlive_errors
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
 from perdure.worker.stderr import say
-from perdure.worker.store import bind_store, serve_store
+from perdure.worker.store import bind_store, reach_store, serve_store
 
 _ORDER_S = 60.0
 """How long a broken world waits for the next one before its ranks give up."""
@@ -265,12 +265,22 @@ class Membership:
     def _reach_first(self) -> Any:
         """Connect to the generation's store, which may be still to come."""
         host, _, port = self.find_store().rpartition(":")
-        serves = self.me == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True"
+        apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+        serves = self.me == 0 and not apart
         listener = bind_store(host, int(port)) if serves else {}
+
+        def make(timeout: timedelta) -> Any:
+            return TCPStore(
+                host,
+                int(port),
+                is_master=serves,
+                wait_for_workers=False,
+                timeout=timeout,
+                **listener,
+            )
+
         timeout = timedelta(seconds=60)
-        return TCPStore(
-            host, int(port), is_master=serves, wait_for_workers=False, timeout=timeout, **listener
-        )
+        return reach_store(make, host, int(port), timeout) if apart else make(timeout)
 
     def _reach(self) -> Any:
         """Connect to a member's store.

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,7 +21,10 @@ from perdure.worker.start.failure import install_hook
 from perdure.worker.start.loading import Loading, find_elsewhere
 from perdure.worker.start.streams import survive_full_disks
 from perdure.worker.stderr import say
-from perdure.worker.store import bind_store
+from perdure.worker.store import bind_store, reach_store
+
+_TIMEOUT = timedelta(seconds=300)
+"""torch's own, of a store."""
 
 if TYPE_CHECKING:
     from perdure.worker.start.loading import Load
@@ -125,12 +129,14 @@ def arm(traceback_file: str, title: str, imports: str) -> None:
         install_hook(traceback_file, os.getpid())
     if title:
         set_title(title)
-    after_import("torch.distributed.rendezvous", _bind_store)
     after_import("torch", lambda torch: _attach(imports))
 
 
-def _bind_store(rendezvous: ModuleType) -> None:
-    """Have rank 0's store listen on MASTER_ADDR alone. torch's server takes every interface."""
+def _prepare_store(rendezvous: ModuleType) -> None:
+    """Have rank 0's store listen on MASTER_ADDR alone, and have no rank wait for a store that died.
+
+    torch's server takes every interface. Its client tries for half an hour to reach a store.
+    """
     make: Callable[..., object] = rendezvous.__dict__["TCPStore"]
 
     def make_store(
@@ -138,13 +144,20 @@ def _bind_store(rendezvous: ModuleType) -> None:
         port: int,
         world_size: int | None = None,
         is_master: bool = False,
+        timeout: timedelta = _TIMEOUT,
         *args: object,
         **named: object,
     ) -> object:
+        def make_within(timeout: timedelta) -> object:
+            return make(host_name, port, world_size, is_master, timeout, *args, **named)
+
         meeting = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if is_master and (host_name, str(port)) == meeting:
-            named |= bind_store(host_name, port)
-        return make(host_name, port, world_size, is_master, *args, **named)
+        if (host_name, str(port)) == meeting:
+            if is_master:
+                named |= bind_store(host_name, port)
+            elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                return reach_store(make_within, host_name, port, timeout)
+        return make_within(timeout)
 
     rendezvous.__dict__["TCPStore"] = make_store
 
@@ -160,6 +173,7 @@ def _attach(imports: str) -> None:
 
 def attach() -> None:
     """Start the recorder; a script must run without it as well, so a failure is only said."""
+    after_import("torch.distributed.rendezvous", _prepare_store)
     try:
         importlib.import_module("perdure.worker.attach").attach_rank()
     except Exception as error:
