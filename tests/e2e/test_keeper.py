@@ -673,8 +673,16 @@ def test_what_a_rank_imports_late_is_in_the_image_while_it_still_runs(tmp_path: 
         node.end()
 
 
-def test_image_lost(node: Node) -> None:
-    """An image that dies is replaced; one that dies while forking leaves a cold start."""
+STOPPED = "the image was stopped while forking"
+
+
+@pytest.mark.parametrize(
+    ("killed", "whys"),
+    [(True, {"the image died while forking", STOPPED}), (False, {STOPPED})],
+    ids=["killed", "stopped"],
+)
+def test_image_lost(node: Node, killed: bool, whys: set[str]) -> None:
+    """An image that dies or is stopped is replaced; if that is while it forks, a start is cold."""
     node.wait_warm()
     zygote = next(p for p in psutil.Process(node.process.pid).children() if "zygote" in p.name())
     zygote.suspend()
@@ -683,14 +691,26 @@ def test_image_lost(node: Node) -> None:
     node.ask(KeeperSpawn(0, ranks, script, (), False, False, str(node.home), False))
     node.ask(KeeperStatus())
     node.expect(KeeperState)  # The keeper answers in order, so it has asked the image to fork.
-    zygote.kill()
+    if killed:
+        zygote.kill()
     spawned = node.expect(KeeperSpawned)
-    assert (spawned.warm, spawned.why_cold) == (False, "the image died while forking")
+    assert not spawned.warm
+    assert spawned.why_cold in whys
     assert node.ended(0).code == 0
     node.wait_warm()
     assert node.spawn(1, script).warm
     assert node.ended(1).code == 0
     assert len(node.trail()) == 2
+
+
+def test_a_stopped_image_is_replaced(node: Node) -> None:
+    """The next start finds one that answers."""
+    node.wait_warm()
+    zygote = next(p for p in psutil.Process(node.process.pid).children() if "zygote" in p.name())
+    zygote.suspend()
+    wait_until(lambda: f"image {zygote.pid}: is stopped" in node.log(), "a word about it")
+    wait_until(lambda: is_gone(zygote.pid), "its end")
+    node.wait_warm()
 
 
 def test_supervisor_gone(tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ class Keeper:
         self._reap()
         if self._told_to_end:
             self._leave("SIGTERM")
+        self.warmth.end_stopped(now)
         self.warmth.tick(now)
         self.ranks.output.tick()
         self.ranks.advance(now)

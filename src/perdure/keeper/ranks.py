@@ -409,6 +409,9 @@ class Ranks:
         self._end_raised(now)
         if self._forking is not None:
             standby = self._forking.order.generation == _STANDBY
+            if self._forking.image not in self._warmth.images:
+                self._fail_fork("the image was stopped while forking")
+                return
             if now > self._forking.deadline_s:
                 self._log("the image does not answer")
                 self._fail_fork("the image did not answer in time")
