@@ -1,6 +1,7 @@
 """A rank joins over a real socket, and strangers attack the donor's port."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from perdure.adapters.nats import make_shared_certificate
 from perdure.model.codec import encode
 from perdure.model.orders import FollowWorld
 from perdure.worker.elastic import donor_port, joining
-from perdure.worker.elastic.donor_port import DonorPort, connect_donor
+from perdure.worker.elastic.donor_port import DonorPort, SecureStream, connect_donor
 from perdure.worker.elastic.joining import At, Connection, Donor, Follower, Lost, Part, Take
 from perdure.worker.elastic.moving import hash_tensors, pack_state, view_bytes
 
@@ -223,6 +224,99 @@ def test_a_rank_takes_no_state_from_a_donor_without_the_key(member: Member) -> N
     member.donor.open(order(member, key=OTHER_KEY))
     with pytest.raises(Lost):
         follow(order(member))
+
+
+def connect_both() -> tuple[SecureStream, SecureStream]:
+    """Return a donor's and a joining rank's end of a connection, after their handshake."""
+    ends = [
+        SecureStream(sock, donor_port._make_context(KEY, server=server), server=server)
+        for sock, server in zip(socket.socketpair(), (True, False), strict=True)
+    ]
+    shaking = threading.Thread(target=ends[0].do_handshake, daemon=True)
+    shaking.start()
+    ends[1].do_handshake()
+    shaking.join(PATIENCE_S)
+    return ends[0], ends[1]
+
+
+def take_sent(stream: SecureStream, count: int) -> list[bytes]:
+    """Return the sealed blocks that have come, each with its length."""
+    blocks = []
+    for _ in range(count):
+        head = stream._sock.recv(4, socket.MSG_WAITALL)
+        blocks.append(head + stream._sock.recv(int.from_bytes(head), socket.MSG_WAITALL))
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("meddle", "left"),
+    [
+        (lambda one, two: [one, two], b"onetwo"),
+        (lambda one, two: [one[:-1] + bytes([one[-1] ^ 1]), two], b""),
+        (lambda one, two: [two, one], b""),
+        (lambda one, two: [one, one], b"one"),
+        (lambda one, two: [one, two[:-1]], b"one"),
+        (lambda one, two: [b"\x7f\xff\xff\xff" + one], b""),
+        (lambda one, two: [bytes(4), one, two], b""),
+    ],
+    ids=["whole", "changed", "swapped", "replayed", "cut", "huge", "empty"],
+)
+def test_who_sits_between_can_neither_change_nor_repeat_what_is_sent(
+    meddle: Callable[[bytes, bytes], list[bytes]], left: bytes
+) -> None:
+    donor, joiner = connect_both()
+    donor.sendall(b"one")
+    donor.sendall(b"two")
+    between, joiner_sock = socket.socketpair()
+    with between, joiner_sock:
+        between.sendall(b"".join(meddle(*take_sent(joiner, 2))))
+        between.shutdown(socket.SHUT_WR)
+        joiner._sock.close()
+        joiner._sock = joiner_sock
+        found: list[bytes] = []
+        with pytest.raises(OSError, match=r"closed|block"):
+            found.extend(iter(functools.partial(joiner.read, 1), b""))
+    assert b"".join(found) == left
+    donor.close()
+
+
+def test_what_is_sent_is_no_bytes_of_the_state() -> None:
+    """And one block is another each time, in each direction."""
+    donor, joiner = connect_both()
+    for _ in range(2):
+        donor.sendall(b"weights" * 10)
+    joiner.sendall(b"weights" * 10)
+    sent = [*take_sent(joiner, 2), *take_sent(donor, 1)]
+    assert len(set(sent)) == 3
+    assert not any(b"weights" in one for one in sent)
+    for end in (donor, joiner):
+        end.close()
+
+
+def test_a_handshake_of_one_byte_now_and_then_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(donor_port, "_HANDSHAKE_S", 0.1)
+    stranger, sock = socket.socketpair()
+    over = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            stranger.sendall(b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03")
+            while not over.wait(0.0005):
+                stranger.sendall(b"\x00")
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    stream = SecureStream(sock, donor_port._make_context(KEY, server=True), server=True)
+    try:
+        with pytest.raises(TimeoutError):
+            stream.do_handshake()
+    finally:
+        over.set()
+        stream.close()
+        stranger.close()
+        thread.join(PATIENCE_S)
 
 
 def test_a_flood_hurts_neither_the_training_nor_the_join(member: Member) -> None:
