@@ -2,6 +2,7 @@
 
 <url>/own-JOB/PATTERN/1795297596180/manifest.json   of one pattern, by when it was written
                                    /=FILE           a file; `/` in a name is written as %2F
+                                                 /pointers        names of what named it
 <url>/own-JOB/PATTERN/latest                        the newest that was read back; written last
 
 A copy never takes the place of another one, so that the newest is whole also while the script
@@ -10,7 +11,6 @@ overwrites one file. Every call may hang as long as the storage does.
 
 import contextlib
 import os
-import shutil
 import time
 from typing import Any
 from urllib.parse import quote, unquote
@@ -19,16 +19,25 @@ import fsspec
 import xxhash
 
 from perdure.adapters.checkpoints import verify_checkpoint
-from perdure.files import replace_file
-from perdure.files.own import OwnCheckpoint, examine, find_root, list_files, name_beside
+from perdure.files.own import (
+    PARTIAL,
+    OwnCheckpoint,
+    examine,
+    find_root,
+    list_files,
+    name_beside,
+    open_room,
+)
+from perdure.files.pointers import lead, list_naming
 from perdure.model.checkpoints import LATEST, MANIFEST, FileEntry, Manifest
 from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.relative import explain_unsafe
 
 _KEPT = 2
 """Copies of each pattern that stay."""
 _CHUNK = 4 << 20
+_POINTERS, _LINK = "pointers", "@"
 
 
 class OwnAway:
@@ -48,13 +57,17 @@ class OwnAway:
             PlatformError: it changed during the copy, or what arrived differs.
             OSError: one of the two places does not take or give it.
         """
-        if one.mark == self._newest:
+        links = {path: os.path.islink(path) for path in list_naming(one.path)}
+        pointers = [os.path.basename(path) + _LINK * link for path, link in links.items()]
+        mark = (*one.mark, *pointers)
+        if mark == self._newest:
             return False
         fs, base = fsspec.core.url_to_fs(self.url)
         name = f"{one.written_s * 1000:013.0f}"
         folder, entries = f"{base}/{name}", list[FileEntry]()
         if _read_latest(fs, base) == name:
-            self._newest = one.mark
+            fs.pipe_file(f"{folder}/{_POINTERS}", encode(pointers))
+            self._newest = mark
             return False
         with contextlib.suppress(FileNotFoundError):
             fs.rm(folder, recursive=True)  # What an earlier try has left.
@@ -77,8 +90,9 @@ class OwnAway:
         found = verify_checkpoint(fs, folder)
         if not found.ok:
             raise PlatformError(f"{self.url}/{name}: {'; '.join(found.problems)}")
+        fs.pipe_file(f"{folder}/{_POINTERS}", encode(pointers))
         fs.pipe_file(f"{base}/{LATEST}", name.encode())
-        self._newest = one.mark
+        self._newest = mark
         names = sorted(row.rstrip("/").rsplit("/", 1)[-1] for row in fs.ls(base, detail=False))
         for old in [old for old in names if old.isdecimal() and old != name][: 1 - _KEPT]:
             fs.rm(f"{base}/{old}", recursive=True)
@@ -106,8 +120,8 @@ class OwnAway:
             if why := explain_unsafe(path):
                 raise PlatformError(f"{self.url}/{name} names {path!r}, which {why}")
         target = os.path.join(self._root, relative)
-        place = os.path.join(name_beside(self._root, self._cwd, ".fetched"), os.urandom(4).hex())
-        try:
+        with open_room(name_beside(self._root, self._cwd, PARTIAL)) as room:
+            place = os.path.join(room, os.path.basename(target))
             for entry in manifest.files:
                 path = os.path.join(place, paths[entry.path]).rstrip("/")
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -125,16 +139,17 @@ class OwnAway:
             except OSError:
                 if not os.path.isdir(target):
                     raise
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.unlink(place)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(place))
-        if manifest.fingerprint.get("format") == "DeepSpeed":
-            latest = os.path.join(os.path.dirname(target), "latest")
-            replace_file(latest, os.path.basename(target).encode(), synced=True)
+        for pointer in _read_pointers(fs, f"{base}/{name}/{_POINTERS}"):
+            path = os.path.join(os.path.dirname(target), pointer.removesuffix(_LINK))
+            lead(path, target, link=pointer.endswith(_LINK))
         return target
+
+
+def _read_pointers(fs: Any, path: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError, ProtocolError):
+        names: list[str] = decode(fs.cat_file(path), list[str])
+        return [name for name in names if "/" not in name and not explain_unsafe(name)]
+    return []
 
 
 def _read_latest(fs: Any, base: str) -> str:

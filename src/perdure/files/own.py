@@ -22,12 +22,22 @@ import shutil
 import stat
 import time
 import zipfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from perdure.files import replace_file, sync_path
+from perdure.files import sync_path
+from perdure.files.pointers import (
+    DEEPSPEED,
+    find_ahead,
+    is_newest,
+    is_pointer,
+    lead,
+    list_broken,
+    list_naming,
+    list_numbers,
+)
 from perdure.files.regular import open_file, read_file
 from perdure.files.tensorfiles import INDICES, read_safetensors
 
@@ -35,6 +45,9 @@ TORN = ".torn"
 """End of the name of the folder that torn checkpoints are moved to."""
 COPY = ".copy"
 """End of the name of the folder with the copies of `checkpoint.own_copy`."""
+PARTIAL = ".partial"
+"""End of the name of a folder with files that are not complete yet."""
+_LOCK = ".lock"
 FILES_MAX = 20_000
 """Files of one checkpoint; more are not looked at."""
 METADATA_BYTES_MAX = 256 << 20
@@ -54,7 +67,6 @@ CHECKPOINT = re.compile(
     r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d+|.*\.ckpt", re.IGNORECASE
 )
 """Names of folders that are one checkpoint."""
-_DEEPSPEED = ("model_states.pt", "optim_states.pt")
 _RANKED = re.compile(r"((?:bf16_)?zero_pp_rank_)\d+(_mp_rank_\d+_(?:model|optim)_states\.pt)")
 """Files of which each data-parallel rank writes one."""
 _ENGINE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
@@ -64,8 +76,6 @@ _ESCAPED = re.compile(r"\[([*?[])\]")
 _NUMBERED = re.compile(r"checkpoint-\d+")
 _STEPS = ("optimizer", "scheduler.pt", "rng_state", "scaler.pt", "global_step")
 """Beginnings of names that the Trainer writes between its model and `trainer_state.json`."""
-_NEWEST = re.compile(r"(^|[-_.])(last|latest)([-_.]|$)", re.IGNORECASE)
-"""Names of a file that is the newest one: a library that finds none may begin from step 0."""
 _WHY_MAX = 300
 """Characters of a reason: names of tensors may be long."""
 
@@ -221,7 +231,7 @@ def _check_folder(
         TornError: it is torn.
         OSError: something of it cannot be read.
     """
-    if not files and _list_numbers(folder):
+    if not files and list_numbers(folder):
         raise TornError("it is empty")
     _refuse_several(folder, files)
     known: list[str] = []
@@ -239,9 +249,9 @@ def _check_folder(
     lacking = _list_last(folder, siblings) - set(files)
     if lacking:
         raise TornError(f"{min(lacking)} is missing, which all older ones have")
+    if pointer := find_ahead(folder):
+        raise ValueError(f"{pointer} does not name it yet")
     if format_ == "DeepSpeed":
-        if _is_ahead(folder):
-            return format_, False
         _check_ranks(folder, files)
     format_ = format_ or next(filter(None, known), "")
     return format_, bool(format_ and any(known))
@@ -298,20 +308,6 @@ def _read_archived(path: str) -> Any:
         return _Inert(io.BytesIO(archive.read(name))).load()
 
 
-def _is_ahead(folder: str) -> bool:
-    """Return whether DeepSpeed has not named a folder as its `latest` yet, which it writes last."""
-    with contextlib.suppress(OSError):
-        tag, exists = _read_tag(os.path.dirname(folder))
-        return exists and _list_numbers(tag) < _list_numbers(folder)
-    return False
-
-
-def _read_tag(folder: str) -> tuple[str, bool]:
-    """Return what DeepSpeed's `latest` in `folder` says, and whether it names a folder there."""
-    tag = read_file(os.path.join(folder, "latest"), 4096).decode(errors="replace").strip()
-    return tag, bool(tag) and "\0" not in tag and os.path.isdir(os.path.join(folder, tag))
-
-
 def _refuse_several(folder: str, files: Iterable[str]) -> None:
     """Refuse a folder of checkpoints: what is torn there says nothing of the others.
 
@@ -326,7 +322,7 @@ def _refuse_several(folder: str, files: Iterable[str]) -> None:
     names = set(tops)
     if not _name_format(files):
         names |= {name for name in files if name.endswith(_STATE) and "-of-" not in name}
-        if names and not _list_numbers(folder):
+        if names and not list_numbers(folder):
             raise ValueError(f"it may hold several checkpoints; declare them: {folder}/*")
     if len({re.sub(r"\d+", "#", name) for name in names}) < len(names):
         raise ValueError(f"it holds several checkpoints; declare them: {folder}/*")
@@ -344,7 +340,7 @@ def _check_part(folder: str, name: str, size: int, files: Collection[str]) -> st
         _read_json(path, name)
     elif _OBJECTS.fullmatch(base) and _read_end(path) not in b"]}":
         _read_json(path, name)  # It may end with spaces, or be a plain value.
-    elif base == "latest" and size < 4096 and any(n.endswith(_DEEPSPEED) for n in files):
+    elif base == "latest" and size < 4096 and any(n.endswith(DEEPSPEED) for n in files):
         tag = read_file(path, follow=True).decode().strip()
         if not tag or not os.path.isdir(os.path.join(folder, inner, tag)):
             raise TornError(f"{name} names {tag!r}, which is not there")
@@ -373,7 +369,7 @@ def _name_format(files: Iterable[str]) -> str:
         return "Trainer"
     if any(n.startswith("random_states_") for n in names):
         return "accelerate"
-    if any(n.endswith(_DEEPSPEED) for n in names):
+    if any(n.endswith(DEEPSPEED) for n in names):
         return "DeepSpeed"
     sharded = any(n == ".metadata" or (n.endswith(".distcp") and "/" not in n) for n in names)
     return "torch.distributed.checkpoint" if sharded else ""
@@ -474,12 +470,9 @@ def list_declared(pattern: str, cwd: str) -> list[str]:
     """
     length = len(find_root(pattern, cwd))
     found = [p for p in glob.glob(_locate_pattern(pattern, cwd)) if not os.path.islink(p)]
-    found = [p for p in found if f"{TORN}/" not in p[length:] and f"{COPY}/" not in p[length:]]
-    return sorted(found, key=lambda p: (_list_numbers(p), _read_time(p)), reverse=True)
-
-
-def _list_numbers(path: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
+    for end in (TORN, COPY, PARTIAL):
+        found = [path for path in found if f"{end}/" not in path[length:]]
+    return sorted(found, key=lambda p: (list_numbers(p), _read_time(p)), reverse=True)
 
 
 def _read_time(path: str) -> float:
@@ -506,28 +499,14 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
                 newest = newest or known[path]
                 break
     torn = {path: found for path, found in known.items() if found.state == "torn"}
-    judged = [one.path for one in (*torn.values(), newest) if one]
-    for folder in sorted({os.path.dirname(path) for path in judged if _has_states(path)}):
-        torn |= _check_latest(folder)
+    for one in [*torn.values(), *filter(None, [newest])]:
+        torn |= {path: _judge_broken(path, why) for path, why in list_broken(one.path).items()}
     return list(torn.values()), newest
 
 
-def _has_states(path: str) -> bool:
-    """Return whether a folder has a file of DeepSpeed."""
-    with contextlib.suppress(OSError):
-        return any(name.endswith(_DEEPSPEED) for name in os.listdir(path))
-    return False
-
-
-def _check_latest(folder: str) -> dict[str, OwnCheckpoint]:
-    """Return DeepSpeed's `latest` if it is torn: it was emptied, and not yet written."""
-    path = os.path.join(folder, "latest")
-    with contextlib.suppress(OSError):
-        tag, exists = _read_tag(folder)
-        if not exists:
-            status, why = os.stat(path), f"it names {tag!r}, which is not there"
-            return {path: OwnCheckpoint(path, "torn", "", why, -1, status.st_mtime, status.st_size)}
-    return {}
+def _judge_broken(pointer: str, why: str) -> OwnCheckpoint:
+    status = os.lstat(pointer)
+    return OwnCheckpoint(pointer, "torn", "", why, -1, status.st_mtime, status.st_size)
 
 
 def examine_alone(path: str) -> tuple[OwnCheckpoint, str]:
@@ -586,54 +565,39 @@ def _share_disk(one: str, other: str) -> bool:
 
 
 def set_aside(path: str, target: str, whole: str, until_s: float = math.inf) -> None:
-    """Move a torn checkpoint; DeepSpeed's `latest` and links name the `whole` one instead.
+    """Move a torn checkpoint or pointer; all pointers to it name the `whole` one instead.
 
-    `latest` is never missing if a whole one exists: without it, a script begins from step 0.
+    A pointer is never missing if a whole one exists: without it, a script begins from step 0.
 
     Raises:
         TimeoutError: the disk answered late (`until_s`, monotonic), and ranks may write again.
         OSError: it cannot be moved; it is where it was.
     """
-    folder, name = os.path.split(path)
-    latest = os.path.join(folder, "latest")
+    folder, pointer = os.path.dirname(path), is_pointer(path)
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    if whole and os.path.dirname(whole) != folder:  # Each run of a pattern has its own `latest`.
-        like = os.path.join(folder, os.path.basename(whole if path == latest else path))
+    if whole and os.path.dirname(whole) != folder:  # Each run of a pattern has its own pointers.
+        like = os.path.join(folder, os.path.basename(whole if pointer else path))
         found = find_newest(_make_pattern(like), folder)[1]
         whole = found.path if found else ""
     _refuse_late(until_s)
-    if path == latest and whole:
-        shutil.copyfile(path, target)
-        replace_file(latest, os.path.basename(whole).encode(), synced=True)
+    if pointer and whole and path in list_broken(whole):
+        shutil.copyfile(path, target, follow_symlinks=False)
+        lead(path, whole, link=os.path.islink(path))
         return
-    if whole:
-        _lead_links(path, whole)
-    named = False
-    with contextlib.suppress(OSError):
-        named = _read_tag(folder)[0] == name
-    if named and whole:
-        replace_file(latest, os.path.basename(whole).encode(), synced=True)
+    naming = list_naming(path)
+    for one in naming if whole else ():
+        lead(one, whole, link=os.path.islink(one))
     os.rename(path, target)
     sync_path(folder)
-    if named and not whole:
-        with contextlib.suppress(OSError):
-            os.rename(latest, f"{target}.latest")
+    for one in naming:
+        if not whole and not os.path.islink(one):
+            with contextlib.suppress(OSError):
+                os.rename(one, f"{target}.{os.path.basename(one)}")
 
 
 def _refuse_late(until_s: float) -> None:
     if time.monotonic() > until_s:
         raise TimeoutError("it took too long")
-
-
-def _lead_links(path: str, whole: str) -> None:
-    """Let links beside `path` that lead there, such as Lightning's `last.ckpt`, lead to `whole`."""
-    with os.scandir(os.path.dirname(path)) as entries:
-        links = [one.path for one in entries if one.is_symlink()]
-    for link in links:
-        if os.path.realpath(link) == os.path.realpath(path):
-            temporary = f"{link}.{os.urandom(4).hex()}"
-            os.symlink(os.path.relpath(whole, os.path.dirname(link)), temporary)
-            os.replace(temporary, link)
 
 
 def can_stand_in(whole: str, path: str) -> bool:
@@ -642,7 +606,7 @@ def can_stand_in(whole: str, path: str) -> bool:
     >>> can_stand_in("out/step=40.ckpt", "out/last.ckpt")
     True
     """
-    return bool(_NEWEST.search(os.path.basename(path))) and (
+    return is_newest(path) and (
         (os.path.dirname(whole), os.path.splitext(whole)[1])
         == (os.path.dirname(path), os.path.splitext(path)[1])
     )
@@ -657,11 +621,53 @@ def _make_pattern(path: str) -> str:
 # --- a copy of the last whole one ----------------------------------------------------------------
 
 
-def copy_whole(path: str, target: str, until_s: float = math.inf) -> bool:
+@contextlib.contextmanager
+def open_room(rooms: str) -> Iterator[str]:
+    """Yield a folder in `rooms` for files that are not complete; it is removed afterwards.
+
+    It is locked until then. `clear_rooms` removes those of killed processes.
+    """
+    room = os.path.join(rooms, os.urandom(4).hex())
+    os.makedirs(room)
+    try:
+        with open(os.path.join(room, _LOCK), "wb") as lock:
+            with contextlib.suppress(OSError):  # A file system without locks.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield room
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(rooms)
+
+
+def clear_rooms(pattern: str, cwd: str) -> None:
+    """Remove what processes have left that were killed during a copy.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    root = find_root(pattern, cwd)
+    parents = {name_beside(root, cwd, PARTIAL)}
+    for path in list_declared(pattern, cwd):
+        for place in (locate_copy(path, root, cwd), choose_place(path, root, cwd)):
+            parents.add(os.path.join(os.path.dirname(place), PARTIAL))
+    for rooms in filter(os.path.isdir, parents):
+        for name in os.listdir(rooms):
+            room = os.path.join(rooms, name)
+            with contextlib.suppress(OSError):
+                os.rmdir(room)  # Its process was killed before it had a lock.
+            with contextlib.suppress(OSError), open(os.path.join(room, _LOCK), "r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(room, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(rooms)
+
+
+def copy_whole(path: str, target: str, until_s: float = math.inf, *, rooms: str = "") -> bool:
     """Copy the file at `path` if it is whole; return whether `target` is a copy of it now.
 
     The copy shares the file's blocks if the file system can. A copy of a file that changed during
-    the copy is dropped.
+    the copy is dropped. Until it is complete it lies in `rooms`.
 
     Raises:
         TimeoutError: the copy was not complete at `until_s` (monotonic).
@@ -672,35 +678,33 @@ def copy_whole(path: str, target: str, until_s: float = math.inf) -> bool:
         now = os.stat(target)
         if (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size):
             return True
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    temporary = os.path.join(
-        os.path.dirname(target), f".{os.urandom(4).hex()}-{os.path.basename(path)}"
-    )
-    try:
+    with contextlib.suppress(TornError):
         if not _check_file(path, before.st_size, any_name=True):
             return False  # It would be copied once more after the save.
-        with open_file(path, follow=True) as source, open(temporary, "wb") as copy:
-            try:
-                fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())
-            except OSError:
-                while chunk := source.read(4 << 20):
-                    _refuse_late(until_s)
-                    copy.write(chunk)
-            copy.flush()
-            os.fsync(copy.fileno())
-        after = os.stat(path)
-        same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
-        if not same or not _check_file(temporary, after.st_size, any_name=True):
-            return False
-        _refuse_late(until_s)
-        os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
-        os.replace(temporary, target)
-        return True
-    except TornError:
-        return False
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        with open_room(rooms or os.path.join(os.path.dirname(target), PARTIAL)) as room:
+            temporary = os.path.join(room, os.path.basename(path))
+            _copy_bytes(path, temporary, until_s)
+            after = os.stat(path)
+            same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
+            if not same or not _check_file(temporary, after.st_size, any_name=True):
+                return False
+            _refuse_late(until_s)
+            os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+            os.replace(temporary, target)
+            return True
+    return False
+
+
+def _copy_bytes(path: str, target: str, until_s: float) -> None:
+    with open_file(path, follow=True) as source, open(target, "wb") as copy:
+        try:
+            fcntl.ioctl(copy.fileno(), _FICLONE, source.fileno())
+        except OSError:
+            while chunk := source.read(4 << 20):
+                _refuse_late(until_s)
+                copy.write(chunk)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def put_back(copy: str, path: str, target: str, until_s: float = math.inf) -> bool:
@@ -722,7 +726,9 @@ def put_back(copy: str, path: str, target: str, until_s: float = math.inf) -> bo
         shutil.copyfile(path, target)
     done = False
     try:
-        done = copy_whole(copy, path, until_s)
+        # Not in the script's folder: scripts list theirs.
+        rooms = os.path.join(os.path.dirname(target), PARTIAL)
+        done = copy_whole(copy, path, until_s, rooms=rooms)
     finally:
         if not done:
             os.unlink(target)

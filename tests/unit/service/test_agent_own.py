@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from perdure.files.own import find_newest
+from perdure.files.own import find_newest, open_room
 from perdure.model.events import AnyEvent, OwnChecked
 from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.orders import CheckOwn
@@ -161,3 +164,35 @@ def test_what_cannot_be_fetched_is_said_and_what_is_not_there_is_not(
         assert told == ()
     else:
         assert "does not match its hash; the script begins without one" in told[0]
+
+
+KILLED = """
+import os, sys
+from perdure.files import own
+own._refuse_late = lambda until_s: os.kill(os.getpid(), 9)
+getattr(own, sys.argv[1])(*sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("act", ["copy", "put back", "fetch"])
+def test_what_a_killed_agent_has_left_of_a_copy_is_removed(tmp_path: Path, act: str) -> None:
+    path, copy = save(tmp_path / "out" / "ckpt.pt"), tmp_path / "out.copy" / "ckpt.pt"
+    words = ["copy_whole", path, copy]
+    if act == "put back":
+        save(copy)
+        words = ["put_back", copy, path, tmp_path / "out.torn" / "ckpt.pt"]
+    if act == "fetch":
+        words = ["copy_whole", path, tmp_path / "out" / "x.pt"]
+    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, words)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    if act == "fetch":
+        (tmp_path / "out" / ".partial").rename(tmp_path / "out.partial")
+    left = [one for one in tmp_path.rglob("*") if ".partial" in str(one) and one.is_file()]
+    assert any(one.name == "ckpt.pt" for one in left), left
+    with open_room(str(tmp_path / "out.partial")) as room:
+        own, kept = make(tmp_path, tmp_path / "url", "out/ckpt.pt")
+        check(own, kept)
+        assert [one for one in left if one.exists()] == []
+        assert os.listdir(room) == [".lock"], "another process copies there"
+    assert not [one for one in tmp_path.rglob("*") if ".partial" in str(one)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["ckpt.pt"]

@@ -13,6 +13,7 @@ from perdure.files.own import (
     OwnCheckpoint,
     can_stand_in,
     choose_place,
+    clear_rooms,
     copy_whole,
     examine,
     find_newest,
@@ -23,6 +24,7 @@ from perdure.files.own import (
     read_sizes,
     set_aside,
 )
+from perdure.files.pointers import list_naming
 from perdure.model.events import AnyEvent, OwnChecked, TornFound
 from perdure.model.job import JobSpec
 from perdure.model.orders import FETCH_S, CheckOwn
@@ -59,7 +61,7 @@ class OwnCheckpoints:
         self._away = [OwnAway(spec.checkpoint.url, spec.name, pattern, spec.cwd) for pattern in own]
         """Where copies go, by pattern; a job that is only observed fetches and makes none."""
         self._copied: dict[str, object] = {}
-        """Pattern -> sizes and times of the newest checkpoint, which is copied."""
+        """Pattern -> sizes, times, and pointers of the newest checkpoint, which is copied."""
         self._away_files = FileThread()
         """One copy after another; a copy that hangs delays nothing else."""
         self._leads = False
@@ -95,6 +97,7 @@ class OwnCheckpoints:
                 moved=tuple(moved), fetched=tuple(fetched), newest=path, step=step,
             )
         )  # fmt: skip
+        await self._clear()
 
     async def _move(
         self, order: CheckOwn, pattern: str, torn: OwnCheckpoint, whole: OwnCheckpoint | None
@@ -196,13 +199,14 @@ class OwnCheckpoints:
         """Copy the newest whole checkpoint; what is copied is not read again every second."""
         paths = list_declared(place.pattern, self._spec.cwd)[:1]
         sizes = read_sizes(paths[0]) if paths else {}
-        if not paths or (sizes and self._copied.get(place.pattern) == sizes):
+        seen = (sizes, list_naming(paths[0])) if sizes else None
+        if not paths or (seen and self._copied.get(place.pattern) == seen):
             return
         whole = find_newest(place.pattern, self._spec.cwd)[1]
         if whole is not None and place.upload(whole):
             log.info("%s is copied to %s", whole.path, place.url)
         if whole is not None and whole.path == paths[0]:
-            self._copied[place.pattern] = sizes
+            self._copied[place.pattern] = seen
 
     async def _fetch(self, place: OwnAway, said: list[str]) -> OwnCheckpoint | None:
         """Bring the newest copy if this machine has no checkpoint of the pattern, and say so."""
@@ -228,8 +232,16 @@ class OwnCheckpoints:
         log.info("%.300s", event)
         self._outbox.put(event)
 
+    async def _clear(self) -> None:
+        """Remove what an earlier agent has left in the midst of a copy."""
+        files = FileThread()
+        for pattern in self._spec.checkpoint.own:
+            with contextlib.suppress(OSError):
+                await files.call(clear_rooms, pattern, self._spec.cwd)
+
     async def keep_copies(self) -> None:
         """Copy each declared file after every whole save."""
+        await self._clear()
         files = FileThread()  # A copy takes long; a check does not wait for it.
         while True:
             await asyncio.sleep(_COPY_S)

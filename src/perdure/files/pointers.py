@@ -1,0 +1,188 @@
+"""Small files and links beside checkpoints that name the one to begin at.
+
+A script begins where its pointer says. If the pointer is torn, or if nothing of that name is there,
+the script fails or begins from step 0.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from perdure.files import replace_file
+from perdure.files.regular import read_file
+
+DEEPSPEED = ("model_states.pt", "optim_states.pt")
+"""Ends of the names of DeepSpeed's files."""
+_BYTES_MAX = 1 << 20
+_NEWEST = re.compile(r"(^|[-_.])(last|latest)([-_.]|$)", re.IGNORECASE)
+_RANK = re.compile(r"rank[-_]?\d+", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    names: re.Pattern[str]
+    """Names of the checkpoints that a pointer of this kind may name."""
+    text: str
+    """What it says of one; `path` is a path or a name."""
+
+
+_KINDS = {
+    "latest": _Kind(re.compile(r".*"), "{name}"),  # DeepSpeed, GPT-NeoX
+    "latest_checkpointed_iteration.txt": _Kind(  # Megatron-LM, verl
+        re.compile(r"(iter_|global_step_?)\d+"), "{number}"
+    ),
+    "latest_checkpointed_iteration.json": _Kind(  # lm-engine
+        re.compile(r"global_step\d+"), '{{"latest_checkpointed_iteration": {number}}}'
+    ),
+    "latest.txt": _Kind(re.compile(r"\d+"), "{number}"),  # nanotron
+    "last_checkpoint": _Kind(re.compile(r".*\.pth"), "{path}"),  # Detectron2, MMEngine
+    "LATEST.txt": _Kind(re.compile(r".*step_\d+"), "{name}"),  # NeMo AutoModel
+}
+_COPIES = {"latest_train_state.pt": "train_state.pt"}
+"""Copy of a file of the checkpoint that it names: Megatron-Bridge."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    path: str
+    named: str | None
+    """The checkpoint that it names; empty if that is not there, None if it is not understood."""
+    why: str = ""
+
+
+def list_numbers(path: str) -> list[int]:
+    """Return the numbers in the last part of a path."""
+    return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
+
+
+def is_newest(path: str) -> bool:
+    """Return whether its name says that a file or a link is the newest checkpoint.
+
+    >>> is_newest("out/last-v1.ckpt"), is_newest("out/blast.ckpt")
+    (True, False)
+    """
+    return bool(_NEWEST.search(os.path.basename(path)))
+
+
+def is_pointer(path: str) -> bool:
+    """Return whether a path has the name of a pointer, or is a link."""
+    return os.path.basename(path) in (*_KINDS, *_COPIES) or os.path.islink(path)
+
+
+def find_ahead(path: str) -> str:
+    """Return the pointer that names an older one than `path`: libraries write it last."""
+    for pointer in _read_files(path):
+        numbers = list_numbers(pointer.named or "")
+        if numbers and numbers < list_numbers(path):
+            return os.path.basename(pointer.path)
+    return ""
+
+
+def list_naming(path: str) -> list[str]:
+    """Return the files and links that name the checkpoint at `path`."""
+    real = os.path.realpath(path)
+    pointers = [*_read_files(path), *_read_links(path)]
+    return [one.path for one in pointers if one.named and os.path.realpath(one.named) == real]
+
+
+def list_broken(path: str) -> dict[str, str]:
+    """Return the pointers beside a checkpoint that name nothing, each with the reason."""
+    pointers = [*_read_files(path), *_read_links(path)]
+    return {one.path: one.why for one in pointers if one.named == ""}
+
+
+def _read_files(path: str) -> Iterator[_Pointer]:
+    folder, name = os.path.split(path)
+    for file, kind in _KINDS.items():
+        pointer = os.path.join(folder, file)
+        if not kind.names.fullmatch(name) or (file == "latest" and not _has_states(path)):
+            continue
+        with contextlib.suppress(OSError):
+            text = read_file(pointer, _BYTES_MAX).decode(errors="replace").strip()
+            why = f"it names {text[:100]!r}, which is not there"
+            yield _Pointer(pointer, _find_named(path, kind, text), why)
+    for file, inner in _COPIES.items() if re.fullmatch(r"iter_\d+", name) else ():
+        pointer = os.path.join(folder, file)
+        with contextlib.suppress(OSError):
+            named = _find_copied(folder, read_file(pointer, _BYTES_MAX), inner)
+            yield _Pointer(pointer, named, f"no checkpoint has a {inner} like it")
+
+
+def _has_states(path: str) -> bool:
+    """Return whether a folder has a file of DeepSpeed."""
+    with contextlib.suppress(OSError):
+        return any(name.endswith(DEEPSPEED) for name in os.listdir(path))
+    return False
+
+
+def _find_named(path: str, kind: _Kind, text: str) -> str | None:
+    """Return what a text names among the checkpoints like `path`; see `_Pointer.named`."""
+    folder, name = os.path.split(path)
+    if not text or "\0" in text:
+        return ""
+    tags = [text, os.path.basename(text)]
+    sure = os.path.basename(os.path.dirname(text)) in ("", os.path.basename(folder))
+    if "{number}" in kind.text:
+        number, digits = re.fullmatch(r"\D*(\d+)\D*", text), re.search(r"\d+$", name)
+        if not number or not digits:
+            return None  # Megatron-LM's `release`
+        numbers = str(int(number[1])), number[1].zfill(len(digits[0]))
+        tags, sure = [name[: digits.start()] + one for one in numbers], True
+    paths = [os.path.join(folder, tag) for tag in tags if tag]
+    return next(filter(os.path.exists, paths), "" if sure else None)
+
+
+def _find_copied(folder: str, data: bytes, inner: str) -> str:
+    for name in sorted(os.listdir(folder)):
+        with contextlib.suppress(OSError):
+            if read_file(os.path.join(folder, name, inner), _BYTES_MAX) == data:
+                return os.path.join(folder, name)
+    return ""
+
+
+def _read_links(path: str) -> Iterator[_Pointer]:
+    """Yield the links beside a checkpoint.
+
+    One that leads to nothing in its own folder is broken if it is the newest one by its name. Links
+    of several ranks lead to a file each.
+    """
+    folder, name = os.path.split(path)
+    links: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        links = sorted(entry.path for entry in entries if entry.is_symlink())
+    for link in links:
+        target = os.path.realpath(link)
+        named: str | None = target
+        if not os.path.exists(link):
+            alike = os.path.splitext(link)[1] == os.path.splitext(name)[1]
+            alike = alike and _RANK.findall(os.path.basename(link)) == _RANK.findall(name)
+            here = os.path.dirname(target) == os.path.realpath(folder)
+            named = "" if alike and here and is_newest(link) else None
+        yield _Pointer(link, named, f"it leads to {os.path.basename(target)}, which is not there")
+
+
+def lead(pointer: str, whole: str, *, link: bool) -> None:
+    """Have a pointer, or a `link`, name the checkpoint `whole`; it is never missing.
+
+    Raises:
+        OSError: the disk does not take it; the pointer is as it was.
+    """
+    folder, file = os.path.split(pointer)
+    if link:
+        temporary = os.path.join(folder, f".{file}.{os.urandom(4).hex()}")
+        os.symlink(os.path.relpath(whole, folder), temporary)
+        os.replace(temporary, pointer)
+    elif file in _COPIES:
+        replace_file(
+            pointer, read_file(os.path.join(whole, _COPIES[file]), _BYTES_MAX), synced=True
+        )
+    elif file in _KINDS:
+        old = b""
+        with contextlib.suppress(OSError):
+            old = read_file(pointer, _BYTES_MAX).strip()
+        before, name = os.path.dirname(old.decode(errors="replace")), os.path.basename(whole)
+        number, path = (list_numbers(whole) or [0])[-1], os.path.join(before, name)
+        text = _KINDS[file].text.format(name=name, number=number, path=path if old else whole)
+        replace_file(pointer, text.encode(), synced=True)
