@@ -5,7 +5,7 @@ from collections.abc import MutableMapping
 
 KEPT = frozenset(
     {"PERDURE_EXPLORE", "PERDURE_SEEDS", "PERDURE_FAILURES", "PERDURE_EXAMPLES"}
-    | {"PERDURE_EXACT_EXAMPLES", "PERDURE_TORCHFT"}
+    | {"PERDURE_EXACT_EXAMPLES", "PERDURE_TORCHFT", "PERDURE_NANOGPT"}
 )
 """Settings of the tests themselves."""
 DROPPED = frozenset({

@@ -249,6 +249,110 @@ def train_deepspeed() -> None:
     loop(load, save, train, lambda: OUT)
 
 
+class Stated:
+    """State of one kind for torchtitan's manager."""
+
+    def __init__(self, state_dict, load_state_dict) -> None:
+        self.state_dict, self.load_state_dict = state_dict, load_state_dict
+
+
+def train_torchtitan() -> None:
+    """Use its manager of checkpoints; its trainer wants a GPU."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = torch.nn.Linear(512, 512)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.set_force_sum_reduction_for_comms(True)  # Gloo has no other one.
+    optimizer = torch.optim.AdamW(model.parameters())
+    flat, now = StateDictOptions(flatten_optimizer_state_dict=True), {"step": torch.tensor(0)}
+    manager = CheckpointManager(
+        CheckpointManager.Config(enable=True, folder=OUT, interval=EVERY, keep_latest_k=4),
+        dataloader=Stated(dict, lambda state: None),
+        model_parts=[model],
+        optimizers=Stated(
+            lambda: get_optimizer_state_dict(model, optimizer, options=flat),
+            lambda state: set_optimizer_state_dict(model, optimizer, state, options=flat),
+        ),
+        lr_schedulers=Stated(dict, lambda state: None),
+        states={"train_state": Stated(lambda: now, now.update)},
+        sd_adapter=None,
+    )
+
+    def load(path: str) -> int:
+        manager.load()
+        return int(now["step"])
+
+    def train(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(draw(step, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        now["step"] = torch.tensor(step)
+        return loss
+
+    loop(load, manager.save, train, lambda: OUT)
+    manager.close()
+
+
+def load_timm_saver():
+    """Return the module of timm's saver, as it is published; the rest wants torchvision."""
+    import importlib.util
+    import types
+
+    folder = os.path.dirname(importlib.util.find_spec("timm").origin)
+    names = ("timm", "timm.utils", "timm.utils.model")
+    sys.modules |= {name: types.ModuleType(name) for name in names}
+    sys.modules[names[-1]].unwrap_model = lambda model: model.module
+    sys.modules[names[-1]].get_state_dict = lambda model, unwrap: unwrap(model).state_dict()
+    spec = importlib.util.spec_from_file_location(
+        "timm.utils.checkpoint_saver", f"{folder}/utils/checkpoint_saver.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_timm() -> None:
+    """Use its saver: `last.pth.tar` and the newest numbered file are one file with two names."""
+    saver_module = load_timm_saver()
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    os.makedirs(OUT, exist_ok=True)
+    saver = saver_module.CheckpointSaver(model, optimizer, checkpoint_dir=OUT, max_history=4)
+
+    def load(path: str) -> int:
+        state = torch.load(path)
+        model.module.load_state_dict(state["state_dict"])
+        optimizer.load_state_dict(state["optimizer"])
+        saver.load_state_dict(state["saver"])
+        return int(state["epoch"])
+
+    def train(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(draw(step, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def save(step: int) -> None:
+        if dist.get_rank() == 0:
+            saver.save_checkpoint(step)
+
+    last = f"{OUT}/last.pth.tar"
+    loop(load, save, train, lambda: last if os.path.exists(last) else "")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[f"train_{FORM}"]()
