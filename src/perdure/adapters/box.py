@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 SKIPPED = frozenset({".git", ".venv", "__pycache__", "node_modules", ".mypy_cache"})
 FILES_MAX = 100_000
 _SCAN_S = 3.0
-_TIMEOUT_S = 5.0
+_TIMEOUT_S, _END_TIMEOUT_S = 5.0, 2.0
 
 
 def read_box(home: str, project: str, checkpoints: str = "") -> BoxFacts:
@@ -225,3 +226,22 @@ def read_slurm() -> dict[str, str]:
     )
     rows = [line.partition("=") for line in done.stdout.splitlines() if " = " in line]
     return {name.strip(): value.strip() for name, _, value in rows}
+
+
+def read_slurm_end(job: str) -> float:
+    """Return when Slurm ends a job that runs (Unix time).
+
+    Raises:
+        ValueError: it does not run, or has no end.
+        OSError, SubprocessError: Slurm does not say.
+    """
+    env = {**os.environ, "TZ": "UTC"}
+    env.pop("SLURM_TIME_FORMAT", None)
+    done = subprocess.run(
+        ["scontrol", "-o", "show", "job", job], env=env, capture_output=True, text=True,
+        timeout=_END_TIMEOUT_S,
+    )  # fmt: skip
+    told = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
+    if told.get("JobState") != "RUNNING":
+        raise ValueError(f"job {job} does not run")
+    return datetime.fromisoformat(told.get("EndTime", "")).replace(tzinfo=UTC).timestamp()

@@ -78,7 +78,7 @@ from perdure.service.processes import (
 from perdure.service.starts import record_start
 from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
-from perdure.service.window import read_window_s
+from perdure.service.window import read_left_s, read_window_s
 from perdure.worker.process import RELAYS, SITE_SIGNALS, ignore_site_signals, set_subreaper
 
 log = logging.getLogger("perdure.run")
@@ -491,15 +491,22 @@ class Supervisor:
                 step = describe_open_step(snapshot) if snapshot is not None else ""
                 after = f" after the step in progress ({step})" if step else ""
                 self._note(f"{number.name}: stopping{after}; once more ends it at once")
-                announced = number == signal.SIGTERM and self._window_s is not None
-                args = {"window_s": self._window_s} if announced else {}
-                self._tasks.spawn(self._order("stop", number.name, args))
+                self._tasks.spawn(self._order_stop(number))
             case 2:
                 self._note(f"{number.name} again: killing the ranks")
                 self._tasks.spawn(self._order("kill", number.name))
                 asyncio.get_running_loop().call_later(_KILL_S, self._over.set)
             case _:
                 self._over.set()
+
+    async def _order_stop(self, number: signal.Signals) -> None:
+        """Have the job stop within what its platform leaves it after SIGTERM."""
+        args = {}
+        if number == signal.SIGTERM:
+            left_s = await asyncio.to_thread(read_left_s, os.environ) or 0.0
+            if window_s := max(left_s, self._window_s or 0.0):
+                args["window_s"] = window_s
+        await self._order("stop", number.name, args)
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Hand a signal of the site to ranks that handle it; the first one also asks to save."""

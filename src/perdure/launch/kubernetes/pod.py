@@ -28,7 +28,7 @@ from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
 from perdure.launch.runs import follow, hear, locate_own_job, look_at_job, say
 from perdure.model.job import JobSpec
-from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT, USABLE
+from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 
 _WORDS = {int(signal.SIGTERM): "the pod is told to go"}
 _POLL_S = 0.2
@@ -79,7 +79,7 @@ class Pod:
         self.home = f"{durable}/state" if self.first else f"{durable}/{node}"
         self.env = {**environ, **make_user_variables(environ), "PERDURE_HOME": self.home}
         self.address = environ.get("PERDURE_POD_IP", "127.0.0.1")
-        self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * USABLE)
+        self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")))
         self.settle_s = _CALL_S
         """How long the first pod may take to say how the job ended."""
         self.told: list[int] = []

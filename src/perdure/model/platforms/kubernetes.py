@@ -27,8 +27,6 @@ JOB_LABEL = "perdure.dev/job"
 """Of every object of a job -> its name."""
 LEFT_ON_NOTICE = 143
 """Exit code of a pod that was told to go and has saved: it is to come again."""
-USABLE = 0.9
-"""Share of a pod's grace that its job uses; the rest is for what comes afterwards."""
 POD_UNFIT = 75
 """Exit code of a pod that lacks what the job needs: another node may have it."""
 INDEXED = (1, 22)
