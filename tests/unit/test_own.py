@@ -23,6 +23,7 @@ from perdure.files.own import (  # noqa: E402
     put_back,
     set_aside,
 )
+from perdure.files.pointers import find_stand_in  # noqa: E402
 from perdure.model.job import CheckpointConfig, JobSpec  # noqa: E402
 from perdure.worker.start.unloadable import find_unloadable  # noqa: E402
 
@@ -577,3 +578,59 @@ def test_an_overwritten_file_is_never_missing(
     copy.write_bytes(b"PK\x03\x04")
     assert not put_back(str(copy), str(path), str(tmp_path / "other")), "the copy is torn as well"
     assert not (tmp_path / "other").exists()
+
+
+def test_files_of_several_ranks_are_one_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for step in ("1", "2", "_last"):
+        for shard in (0, 1):
+            save_torch(out / f"ckpt{step}-shard{shard}.pt", 0)
+    for shard in (8, 16):  # They are no ranks: none of them is the first.
+        save_torch(out / f"lora-rank{shard}.pt", 0)
+    (out / "lora-rank16.pt").write_bytes(b"PK\x03\x04")
+    (out / "ckpt2-shard0.pt").write_bytes(b"PK\x03\x04")
+    for shard in (0, 1):
+        os.utime(out / f"ckpt2-shard{shard}.pt", (9e9, 9e9))
+        os.utime(out / f"ckpt_last-shard{shard}.pt", (8e9, 8e9))
+    torn, whole = find_newest("out/ckpt[0-9]*", str(tmp_path))
+    assert [Path(one.path).name for one in torn] == ["ckpt2-shard1.pt", "ckpt2-shard0.pt"]
+    assert torn[0].why == "ckpt2-shard0.pt beside it is torn"
+    assert whole is not None
+    for one in torn:
+        assert one.path in [one.path for one in find_newest("out/ckpt[0-9]*", str(tmp_path))[0]]
+        set_aside(one.path, choose_place(one.path, str(out), str(tmp_path)), whole.path)
+    torn, whole = find_newest("out/ckpt[0-9]*", str(tmp_path))
+    assert not torn
+    assert whole is not None
+    assert Path(whole.path).name.startswith("ckpt1-shard")
+    (torn_one,), _ = find_newest("out/lora-*", str(tmp_path))
+    assert Path(torn_one.path).name == "lora-rank16.pt"
+
+
+def test_a_shard_takes_the_place_of_its_own_kind(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    paths = [out / f"ckpt{step}-shard{shard}.pt" for step in (1, 2) for shard in (0, 1)]
+    for path in paths:
+        save_torch(path, 0)
+    last = out / "ckpt_last-shard1.pt"
+    for whole in paths[2:]:
+        assert find_stand_in(str(whole), str(last)) == str(out / "ckpt2-shard1.pt")
+    assert find_stand_in(str(out / "ckpt-2.pt"), str(last)) == ""
+    assert find_stand_in(str(paths[0]), str(out / "last.pt")) == ""
+
+
+def test_half_a_folder_is_not_whole(tmp_path: Path) -> None:
+    """The save of a folder goes on, or a kill came between two of its files."""
+    out = tmp_path / "out"
+    for step in (1, 2):
+        save_tensors(out / str(step) / "model.safetensors", step)
+        save_torch(out / str(step) / "optimizer.pt", step)
+        save_torch(out / str(step) / f"rng-{step}.pt", step)
+    assert find_newest("out/*", str(tmp_path))[1].step == 2
+    (out / "2" / "optimizer.pt").unlink()
+    torn, whole = find_newest("out/*", str(tmp_path))
+    assert not torn
+    assert (whole.step, examine(str(out / "2"), [str(out / "1")]).why) == (
+        1,
+        "optimizer.pt is missing, which all older ones have",
+    )

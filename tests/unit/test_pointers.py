@@ -138,7 +138,7 @@ def test_the_only_one_is_torn(library: Library, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / library.file).exists()
 
 
-@pytest.mark.parametrize("how", ["empty", "gone"])
+@pytest.mark.parametrize("how", ["empty", "gone", "loop"])
 def test_a_pointer_to_nothing_names_the_newest_whole_one(
     library: Library, tmp_path: Path, how: str
 ) -> None:
@@ -150,9 +150,12 @@ def test_a_pointer_to_nothing_names_the_newest_whole_one(
     library.point(out, library.locate(out, 150), 150)
     if how == "empty" and not isinstance(library, Link):
         (out / library.file).write_text("")
+    if how == "loop" and isinstance(library, Link):  # Lightning has made such links.
+        (out / library.file).unlink()
+        (out / library.file).symlink_to(library.file)
     assert mend(library.pattern, tmp_path) == [library.file]
     assert library.locate(out, 120).exists()
-    if how == "gone" or library.file != "last_checkpoint":
+    if how != "empty" or library.file != "last_checkpoint":
         assert library.read(out) == wanted
     else:  # A path is right for both libraries.
         assert library.read(out) == str(library.locate(out, 120))

@@ -9,6 +9,7 @@ Without torch: agents and the command line import it, and a rank whose load has 
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import glob
 import io
@@ -23,7 +24,6 @@ import stat
 import time
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -31,12 +31,12 @@ from perdure.files import sync_path
 from perdure.files.pointers import (
     DEEPSPEED,
     find_ahead,
-    is_newest,
     is_pointer,
     lead,
     list_broken,
     list_naming,
     list_numbers,
+    list_sets,
 )
 from perdure.files.regular import open_file, read_file
 from perdure.files.tensorfiles import INDICES, read_safetensors
@@ -86,7 +86,7 @@ class TornError(ValueError):
     """A load of this checkpoint must fail; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class OwnCheckpoint:
     """Result of one check."""
 
@@ -246,9 +246,13 @@ def _check_folder(
         and _has_steps(folder, files, siblings)
     ):
         raise TornError("trainer_state.json is missing, which the Trainer writes last")
-    lacking = _list_last(folder, siblings) - set(files)
+    older = _list_common(folder, siblings)
+    lacking = {name for name in older if _LAST.fullmatch(name)} - set(files)
     if lacking:
         raise TornError(f"{min(lacking)} is missing, which all older ones have")
+    half = {_blank(name) for name in older} - {_blank(name) for name in os.listdir(folder)}
+    if half and not format_:  # A save that goes on, or another kind of save.
+        raise ValueError(f"{min(half)} is missing, which all older ones have")
     if pointer := find_ahead(folder):
         raise ValueError(f"{pointer} does not name it yet")
     if format_ == "DeepSpeed":
@@ -375,15 +379,18 @@ def _name_format(files: Iterable[str]) -> str:
     return "torch.distributed.checkpoint" if sharded else ""
 
 
-def _list_last(folder: str, siblings: Sequence[str]) -> set[str]:
-    """Return the files of `_LAST` that the newest siblings with a name like this have."""
-    kind = re.sub(r"\d+", "#", os.path.basename(folder))
-    alike = (one for one in siblings if re.sub(r"\d+", "#", os.path.basename(one)) == kind)
+def _list_common(folder: str, siblings: Sequence[str]) -> set[str]:
+    """Return the files and folders that all of the newest siblings with a name like this have."""
+    kind = _blank(os.path.basename(folder))
+    alike = (one for one in siblings if _blank(os.path.basename(one)) == kind)
     several = [
-        {name for name in os.listdir(one) if _LAST.fullmatch(name)}
-        for one in itertools.islice(filter(os.path.isdir, alike), _OLDER_MAX)
+        set(os.listdir(one)) for one in itertools.islice(filter(os.path.isdir, alike), _OLDER_MAX)
     ]
     return set.intersection(*several) if several else set()
+
+
+def _blank(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def _check_sharded(folder: str, files: Collection[str]) -> list[str]:
@@ -490,18 +497,31 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
     places = {path: place for place, path in enumerate(paths)}
     known: dict[str, OwnCheckpoint] = {}
     newest: OwnCheckpoint | None = None
+    sets = list_sets(paths)
     for order in (paths, sorted(paths, key=_read_time, reverse=True)):
         for path in order:
-            if path not in known:
-                exact = not _has_magic(pattern)
-                known[path] = examine(path, paths[places[path] + 1 :], exact=exact)
-            if known[path].state == "whole":
+            members = [one for one in sets[path] if one not in known]
+            exact = not _has_magic(pattern)
+            found = [examine(one, paths[places[one] + 1 :], exact=exact) for one in members]
+            known |= {one.path: one for one in _judge_together(found)}
+            if all(known[one].state == "whole" for one in sets[path]):
                 newest = newest or known[path]
                 break
     torn = {path: found for path, found in known.items() if found.state == "torn"}
     for one in [*torn.values(), *filter(None, [newest])]:
         torn |= {path: _judge_broken(path, why) for path, why in list_broken(one.path).items()}
     return list(torn.values()), newest
+
+
+def _judge_together(files: list[OwnCheckpoint]) -> list[OwnCheckpoint]:
+    """Return the files of one checkpoint: all are torn if one is, which comes last."""
+    torn = [one for one in files if one.state == "torn"]
+    if not torn:
+        return files
+    why = f"{os.path.basename(torn[0].path)} beside it is torn"
+    others = [one for one in files if one.state == "unknown"]
+    whole = [one for one in files if one.state == "whole"]
+    return [*others, *(dataclasses.replace(one, state="torn", why=why) for one in whole), *torn]
 
 
 def _judge_broken(pointer: str, why: str) -> OwnCheckpoint:
@@ -598,18 +618,6 @@ def set_aside(path: str, target: str, whole: str, until_s: float = math.inf) -> 
 def _refuse_late(until_s: float) -> None:
     if time.monotonic() > until_s:
         raise TimeoutError("it took too long")
-
-
-def can_stand_in(whole: str, path: str) -> bool:
-    """Return whether a copy of `whole` may take the place of `path`, the newest one by its name.
-
-    >>> can_stand_in("out/step=40.ckpt", "out/last.ckpt")
-    True
-    """
-    return is_newest(path) and (
-        (os.path.dirname(whole), os.path.splitext(whole)[1])
-        == (os.path.dirname(path), os.path.splitext(path)[1])
-    )
 
 
 def _make_pattern(path: str) -> str:

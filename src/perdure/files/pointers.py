@@ -7,7 +7,7 @@ the script fails or begins from step 0.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from perdure.files import replace_file
@@ -17,7 +17,8 @@ DEEPSPEED = ("model_states.pt", "optim_states.pt")
 """Ends of the names of DeepSpeed's files."""
 _BYTES_MAX = 1 << 20
 _NEWEST = re.compile(r"(^|[-_.])(last|latest)([-_.]|$)", re.IGNORECASE)
-_RANK = re.compile(r"rank[-_]?\d+", re.IGNORECASE)
+_PART = re.compile(r"(?:rank|shard|part|stage|(?<![a-z])[tpd]p|mp)[-_]?\d+", re.IGNORECASE)
+"""Part of a file's name that says which of several files of one checkpoint it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,49 @@ class _Pointer:
 def list_numbers(path: str) -> list[int]:
     """Return the numbers in the last part of a path."""
     return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
+
+
+def list_parts(path: str) -> list[str]:
+    """Return which file of a checkpoint of several files this is.
+
+    >>> list_parts("out/checkpoint_2_500-model_part-0-shard7.pt")
+    ['part-0', 'shard7']
+    """
+    return _PART.findall(os.path.basename(path))
+
+
+def list_sets(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of the same checkpoint for each path: ranks or shards, counted from 0.
+
+    >>> list_sets(["step-5-rank0.pt", "step-5-rank1.pt", "lora-rank8.pt"])["lora-rank8.pt"]
+    ['lora-rank8.pt']
+    """
+    sets: dict[str, list[str]] = {}
+    for path in paths:
+        name = _PART.sub("#", os.path.basename(path))
+        sets.setdefault(os.path.join(os.path.dirname(path), name), []).append(path)
+    found: dict[str, list[str]] = {}
+    for members in sets.values():
+        counted = any(not any(list_numbers(" ".join(list_parts(one)))) for one in members)
+        found |= {one: members if counted else [one] for one in members}
+    return found
+
+
+def find_stand_in(whole: str, path: str) -> str:
+    """Return the file that may take the place of `path`, the newest one by its name.
+
+    It is `whole`, or the file of the same rank beside it; empty if there is none.
+
+    >>> find_stand_in("out/step=40.ckpt", "out/last.ckpt")
+    'out/step=40.ckpt'
+    """
+    place, parts = (os.path.dirname(path), os.path.splitext(path)[1]), list_parts(path)
+    like = (os.path.dirname(whole), os.path.splitext(whole)[1]) == place
+    if not is_newest(path) or not like or len(parts) != len(list_parts(whole)):
+        return ""
+    others = iter(parts)
+    name = _PART.sub(lambda _: next(others), os.path.basename(whole))
+    return os.path.join(place[0], name)
 
 
 def is_newest(path: str) -> bool:
@@ -157,7 +201,7 @@ def _read_links(path: str) -> Iterator[_Pointer]:
         named: str | None = target
         if not os.path.exists(link):
             alike = os.path.splitext(link)[1] == os.path.splitext(name)[1]
-            alike = alike and _RANK.findall(os.path.basename(link)) == _RANK.findall(name)
+            alike = alike and list_parts(link) == list_parts(name)
             here = os.path.dirname(target) == os.path.realpath(folder)
             named = "" if alike and here and is_newest(link) else None
         yield _Pointer(link, named, f"it leads to {os.path.basename(target)}, which is not there")

@@ -11,7 +11,6 @@ from perdure.adapters.file_thread import FileThread
 from perdure.adapters.own_away import OwnAway
 from perdure.files.own import (
     OwnCheckpoint,
-    can_stand_in,
     choose_place,
     clear_rooms,
     copy_whole,
@@ -24,7 +23,7 @@ from perdure.files.own import (
     read_sizes,
     set_aside,
 )
-from perdure.files.pointers import list_naming
+from perdure.files.pointers import find_stand_in, list_naming
 from perdure.model.events import AnyEvent, OwnChecked, TornFound
 from perdure.model.job import JobSpec
 from perdure.model.orders import FETCH_S, CheckOwn
@@ -150,8 +149,8 @@ class OwnCheckpoints:
         copies: dict[str, str] = {}
         if self._spec.checkpoint.own_copy:
             copies[locate_copy(path, root, self._spec.cwd)] = "its copy"
-        if whole is not None and can_stand_in(whole.path, path):
-            copies[whole.path] = f"a copy of {self._shorten(whole.path)}"
+        if whole is not None and (twin := find_stand_in(whole.path, path)):
+            copies[twin] = f"a copy of {self._shorten(twin)}"
         for copy, what in copies.items():
             try:
                 async with asyncio.timeout(_PUT_BACK_S + _LATE_S):
