@@ -1,19 +1,25 @@
 """Saves at every step as a library does it, and resumes as its documents say.
 
-Arguments: the library, and the number of steps from one save to the next (1). Rank 0 writes what
-each life did into `trail`, and the loss of each step into `losses`.
+Arguments: the library, the number of steps from one save to the next (1), and the seconds that a
+step takes (0). Rank 0 writes what each life did into `trail`, and the loss of each step into
+`losses`. A script that SIGUSR2 tells to go saves after the step in progress, as submitit's users
+have it.
 """
 
 import glob
 import os
 import re
+import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 FORM, OUT, WIDTH = sys.argv[1], "out", 1 << 20
-EVERY = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+EVERY, PACE_S = int([*sys.argv, "1"][2]), float([*sys.argv, "1", "0"][3])
+told: list[int] = []
+"""Signals to go."""
 
 
 def append(path: str, *words: object) -> None:
@@ -47,6 +53,14 @@ def is_enough() -> bool:
     flag = torch.tensor([float(os.path.exists("enough"))])
     if dist.is_initialized():
         dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def must_leave() -> bool:
+    """Return whether a rank has a signal to go."""
+    flag = torch.tensor([float(bool(told))])
+    if dist.is_initialized():
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())
 
 
@@ -106,6 +120,7 @@ def train_transformers() -> None:
 def train_lightning() -> None:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     class Small(lightning.LightningModule):
         def __init__(self):
@@ -114,6 +129,7 @@ def train_lightning() -> None:
 
         def training_step(self, batch, _):
             step = self.global_step + 1
+            time.sleep(PACE_S)
             loss = self.net(draw(step, 512)).square().mean()
             note(step, loss)
             if step % EVERY == 0:
@@ -139,24 +155,32 @@ def train_lightning() -> None:
         OUT, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1, save_last=True
     )
     lightning.seed_everything(1)
+    slurm = "SLURM_JOB_ID" in os.environ
     trainer = lightning.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_steps=-1,
         max_epochs=-1, callbacks=[saver], logger=False, enable_progress_bar=False,
+        plugins=[SLURMEnvironment(auto_requeue=True)] if slurm else [],
+        default_root_dir=OUT,
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(torch.randn(512, 512), batch_size=4)
-    trainer.fit(Small(), loader, ckpt_path="last")
+    # Without a path, it begins at what it has saved for Slurm.
+    trainer.fit(Small(), loader, ckpt_path=None if slurm else "last")
 
 
 def loop(load, save, train=None, find=find_newest) -> None:
     """Make steps by `train` and save by `save`, from where `load` says."""
+    signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
     path = find()
     step = load(path) if path else 0
     tell("began", step)
-    while not is_enough():
+    leaves = False
+    while not is_enough() and not leaves:
         step += 1
+        time.sleep(PACE_S)
         if train:
             note(step, train(step))
-        if step % EVERY:
+        leaves = must_leave()
+        if step % EVERY and not leaves:
             continue
         tell("saving", step)
         save(step)
@@ -311,8 +335,10 @@ def load_timm_saver():
     folder = os.path.dirname(importlib.util.find_spec("timm").origin)
     names = ("timm", "timm.utils", "timm.utils.model")
     sys.modules |= {name: types.ModuleType(name) for name in names}
-    sys.modules[names[-1]].unwrap_model = lambda model: model.module
-    sys.modules[names[-1]].get_state_dict = lambda model, unwrap: unwrap(model).state_dict()
+    vars(sys.modules[names[-1]]).update(
+        unwrap_model=lambda model: model.module,
+        get_state_dict=lambda model, unwrap: unwrap(model).state_dict(),
+    )
     spec = importlib.util.spec_from_file_location(
         "timm.utils.checkpoint_saver", f"{folder}/utils/checkpoint_saver.py"
     )
