@@ -7,6 +7,7 @@ next life has to begin at the newest one that loads. A survivor may finish its s
 import contextlib
 import json
 import random
+import re
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -25,10 +26,11 @@ DECLARED = {
     "safetensors": "out/*.safetensors",
     "trainer": "out/checkpoint-*",
     "deepspeed": "out/global_step*",
+    "megatron": "out/iter_*",
     "dcp": "out/step-*",
     "overwritten": "out/ckpt.pt",
 }
-SHARED = ("dcp", "deepspeed")
+SHARED = own_saver.SHARED
 """Formats of which each rank writes a part: no survivor can finish a save alone."""
 WITHIN_S = 1.0
 """Seconds between the first save of a life and the latest instant of a kill."""
@@ -89,12 +91,12 @@ def wait_saves(job: Job, folder: Path, life: int, count: int) -> None:
 def list_loadable(form: str, folder: Path, ranks: int) -> list[int]:
     """Return the steps of the newest checkpoints that load, the newest first.
 
-    A script of DeepSpeed takes the one that `latest` names, if it loads.
+    A script of DeepSpeed or Megatron-LM takes the one that its pointer names, if it loads.
     """
     paths = own_saver.list_saved(form, str(folder / "out"))
-    if form == "deepspeed":
-        found = (folder / "out").glob("global_step*")
-        paths += sorted(map(str, found), key=lambda p: int(p.split("step")[-1]), reverse=True)
+    if form in own_saver.POINTERS:
+        found = (folder / "out").glob(DECLARED[form].removeprefix("out/"))
+        paths += sorted(map(str, found), key=lambda p: int(re.findall(r"\d+", p)[-1]), reverse=True)
     if form == "overwritten":
         paths.append(str(folder / "out.copy" / "ckpt.pt"))
     steps = [load(form, path, ranks) for path in paths[:_LOADED_MAX]]

@@ -2,7 +2,7 @@
 
 It loads without a second thought, as most scripts do: a torn newest one ends it.
 Arguments: the format, the folder. Rank 0 writes, and `trail` says what each of its lives did. In
-the folders of DeepSpeed and torch.distributed.checkpoint each rank writes its own part.
+the folders of DeepSpeed, Megatron-LM, and torch.distributed.checkpoint each rank writes its part.
 """
 
 import glob
@@ -25,6 +25,13 @@ FILES = {
     "safetensors": "{:06}.safetensors",
     "overwritten": "ckpt.pt",
 }
+SHARED = ("deepspeed", "megatron", "dcp")
+"""Formats of which each rank writes a part."""
+POINTERS = {
+    "deepspeed": ("latest", "global_step{}"),
+    "megatron": ("latest_checkpointed_iteration.txt", "{}"),
+}
+"""Files that name the newest one, and what they say."""
 
 
 def tell(*words: object) -> None:
@@ -80,17 +87,26 @@ def unpack_tensors(path: str) -> int:
     return int(values[0])
 
 
+def point(form: str, out: str, step: int) -> None:
+    """Have the file that names the newest one name that of a step."""
+    wait_for_others()
+    if RANK == 0:
+        name, text = POINTERS[form]
+        with open(f"{out}/{name}", "w") as file:
+            time.sleep(0.04)  # It is empty now; the libraries write it at once as well.
+            file.write(text.format(step))
+    wait_for_others()
+
+
 def save(form: str, out: str, step: int) -> None:
     if form == "deepspeed":
         parts = [f"zero_pp_rank_{RANK}_mp_rank_00_optim_states.pt"]
         for part in (["mp_rank_00_model_states.pt"] if RANK == 0 else []) + parts:
             write(f"{out}/global_step{step}/{part}", pack(step))
-        wait_for_others()
-        if RANK == 0:
-            with open(f"{out}/latest", "w") as file:
-                time.sleep(0.04)  # It is empty now; DeepSpeed writes it at once as well.
-                file.write(f"global_step{step}")
-        wait_for_others()
+        point(form, out, step)
+    elif form == "megatron":
+        write(f"{out}/iter_{step:07}/mp_rank_{RANK:02}/model_optim_rng.pt", pack(step))
+        point(form, out, step)
     elif form == "dcp":
         dcp.save({f"w{RANK}": torch.full((256,), float(step))},
                  checkpoint_id="staged", no_dist=not dist.is_initialized())  # fmt: skip
@@ -116,10 +132,11 @@ def save(form: str, out: str, step: int) -> None:
 
 def list_saved(form: str, out: str) -> list[str]:
     """Return what the script may begin at, the newest first."""
-    if form == "deepspeed" and os.path.exists(f"{out}/latest"):
-        with open(f"{out}/latest") as file:
-            return [f"{out}/{file.read()}"]
-    paths = glob.glob(f"{out}/*") if form != "deepspeed" else []
+    if form in POINTERS and os.path.exists(f"{out}/{POINTERS[form][0]}"):
+        with open(f"{out}/{POINTERS[form][0]}") as file:
+            text = file.read()
+        return [f"{out}/{text}" if form == "deepspeed" else f"{out}/iter_{text:>07}"]
+    paths = glob.glob(f"{out}/*") if form not in POINTERS else []
     return sorted(paths, key=lambda p: int((re.findall(r"\d+", p) or [0])[-1]), reverse=True)
 
 
@@ -136,8 +153,9 @@ def load(form: str, path: str, ranks: int = RANKS) -> int:
             steps = {json.load(file)["global_step"], unpack_tensors(f"{path}/model.safetensors")}
         steps.add(torch.load(f"{path}/optimizer.pt")["step"])
     else:
-        parts = sorted(glob.glob(f"{path}/*")) if os.path.isdir(path) else [path]
-        assert len(parts) == (1 + ranks if form == "deepspeed" else 1), parts
+        inner = "*/*" if form == "megatron" else "*"
+        parts = sorted(glob.glob(f"{path}/{inner}")) if os.path.isdir(path) else [path]
+        assert len(parts) == {"deepspeed": 1 + ranks, "megatron": ranks}.get(form, 1), parts
         steps = {torch.load(part)["step"] for part in parts}
     assert len(steps) == 1, f"{path} has parts of steps {steps}"
     return int(steps.pop())
@@ -145,7 +163,7 @@ def load(form: str, path: str, ranks: int = RANKS) -> int:
 
 def main() -> None:
     form, out = sys.argv[1:3]
-    shared = form in ("deepspeed", "dcp")
+    shared = form in SHARED
     if RANKS > 1 and shared:
         dist.init_process_group("gloo")
     saved = list_saved(form, out) if shared or RANK == 0 else []  # Rank 0 may save already.
