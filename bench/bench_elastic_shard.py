@@ -86,7 +86,7 @@ def describe(
     return {
         "step": step_s,
         "stall": (before[-1]["stall"] - before[0]["stall"]) / snapshots,
-        "copy": (before[-1]["copied"] - before[0]["copied"]) / snapshots,
+        "copy": before[-1]["copied"],
         "communicator": connected - ordered,
         "state": max(e["formed_s"] for e in formed) - connected,
         "next step": total_s,

@@ -46,7 +46,7 @@ def main() -> None:
         for step in trainer.steps(args.steps):
             row = {"step": step.step, "at": time.monotonic(), "world": step.world}
             row["stall"] = trainer.state.snapshots.stall_s
-            row["copied"] = trainer.state.snapshots.copied_s
+            row["copied"] = trainer.state.snapshots.newest_s
             out.write(json.dumps(row) + "\n")
 
 

@@ -548,7 +548,7 @@ def test_checkpoint_that_is_not_written_at_the_end_is_told(
     answers, one = threading.Event(), Trainee(str(tmp_path), seed=1)
 
     def hang(_task: object, staging: Staging, *_: object) -> None:
-        staging.run()
+        staging.copy.make()
         assert answers.wait(PATIENCE_S)
 
     monkeypatch.setattr(checkpointer.SaveTask, "write", hang)

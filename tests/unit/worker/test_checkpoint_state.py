@@ -55,10 +55,10 @@ def test_gate_waits_until_what_is_late_is_copied() -> None:
     big, small = torch.ones(5000), torch.ones(5)
     staged = staging.begin({"big": big, "small": small}, {"big", "small"})
     assert staged["small"].sum() == 5
-    assert not staging._done.is_set()
-    staging.run()
-    staging.wait()
-    assert staging.wait() == 0.0
+    assert not staging.copy.made.is_set()
+    staging.copy.make()
+    staging.copy.wait()
+    assert staging.copy.wait() == 0.0
     assert staged["big"].sum() == 5000
     assert staging.begin({"big": big, "small": small}, set())["big"] is staged["big"]  # reused
 
@@ -79,7 +79,7 @@ def test_torn_snapshot_fails_and_the_next_one_copies_at_once(tmp_path: Path) -> 
     with torch.no_grad():
         model.weight.mul_(2)  # By hand, past the gate.
     with pytest.raises(PlatformError, match="weight was changed"):
-        saver._staging.run()
+        saver._staging.copy.make()
     pass_gate(saver._staging)
     saver.save(1, reason="test", extra={})
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_on_a_device_the_next_update_may_come_before_the_copy_is_done(
     if by_hand:
         weight.mul_(2)
     with ThreadPoolExecutor(1) as pool:
-        copy = pool.submit(staging.run)
+        copy = pool.submit(staging.copy.make)
         staging.enter_update()
         assert device.current.said[-1] == ("wait", event)  # The device waits, the CPU goes on:
         weight.add_(1)

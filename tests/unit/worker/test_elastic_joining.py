@@ -24,6 +24,8 @@ from torch import Tensor
 from perdure.adapters.nats import make_shared_certificate
 from perdure.model.codec import encode
 from perdure.model.orders import FollowWorld
+from perdure.worker.checkpoint import copying
+from perdure.worker.checkpoint.copying import Copy
 from perdure.worker.elastic import donor_port, joining
 from perdure.worker.elastic.donor_port import DonorPort, SecureStream, connect_donor
 from perdure.worker.elastic.joining import At, Connection, Donor, Follower, Lost, Part, Take
@@ -371,20 +373,24 @@ def test_a_share_that_does_not_exist_is_refused(member: Member, share: tuple[int
     wait_for(lambda: member.model.applied > before + 10)
 
 
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have no copy made before the event that is returned."""
+    real, go = Copy.make, threading.Event()
+
+    def make(copy: Copy) -> None:
+        assert go.wait(PATIENCE_S)
+        real(copy)
+
+    monkeypatch.setattr(Copy, "make", make)
+    return go
+
+
 def test_a_copy_that_is_late_is_thrown_away(
     make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member, model = make_member(), Model()
-    said, late = order(member), threading.Event()
-    real = joining.join_blob
-
-    def copy_late(tensors: list[Tensor]) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            assert late.wait(PATIENCE_S)
-        return real(tensors)
-
-    monkeypatch.setattr(joining, "join_blob", copy_late)
-    monkeypatch.setattr(joining, "_COPY_S_MAX", 0.2)
+    said, go = order(member), hold_copies(monkeypatch)
+    monkeypatch.setattr(copying, "DEADLINE_S", 0.2)
     member.donor.open(said)
     found: list[Follower] = []
     thread = threading.Thread(target=lambda: found.append(follow(said, model)), daemon=True)
@@ -392,25 +398,59 @@ def test_a_copy_that_is_late_is_thrown_away(
     wait_for(lambda: bool(member.donor._sessions))
     for _ in range(3):
         member.step()  # An update is made while the copy is not whole.
-    late.set()
+    assert member.donor._sessions == []
+    go.set()
     thread.join(PATIENCE_S)
     with pytest.raises(Lost):
         found[0].take_state()
     found[0].close()
-    assert member.donor._sessions == []
+
+
+def test_weights_that_are_changed_for_a_moment_reach_nobody(
+    make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest was right, since it was made of the changed weights as well."""
+    member, go = make_member(), hold_copies(monkeypatch)
+    said, weights = order(member), member.model.tensors[0]
+    found: list[Follower] = []
+
+    def join() -> None:
+        member.donor.open(said)
+        thread = threading.Thread(target=lambda: found.append(follow(said)), daemon=True)
+        thread.start()
+        wait_for(lambda: any(not s.follows for s in member.donor._sessions))
+        thread.join(PATIENCE_S)
+
+    join()
+    member.donor.stand(0, 0)
+    weights.data.fill_(7.0)  # Torch does not count it.
+    go.set()
+    assert member.donor._copy.made.wait(PATIENCE_S)
+    weights.data.zero_()
+    member.donor.release(0, 0)
+    member.model.update()
+    with pytest.raises(Lost):
+        found[0].take_state()
+    found[0].close()
+    join()  # It tries again, and now gets a copy that was made while training stood still.
+    for _ in range(3):
+        member.step()
+    model = Model()
+    come_after(found[1], model, 1)
+    assert hash_tensors(model.tensors) == member.hashes[model.applied]
 
 
 def test_ranks_that_join_together_share_a_copy(
     make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member, copies = make_member(), []
-    real = joining._Copy
+    real = Copy.make
 
-    def make(*args: Any) -> Any:
-        copies.append(real(*args))
-        return copies[-1]
+    def make(copy: Copy) -> None:
+        copies.append(copy)
+        real(copy)
 
-    monkeypatch.setattr(joining, "_Copy", make)
+    monkeypatch.setattr(Copy, "make", make)
     said = [order(member, rank=rank) for rank in (8, 9)]
     models, found = [Model(), Model()], dict[int, Follower]()
 
@@ -478,6 +518,7 @@ def serve_lies(part: Part, skeleton: bytes, blobs: list[Tensor]) -> DonorPort:
             more = {"digest": digest, "sizes": sizes, "skeleton": len(skeleton)}
             sent = msgspec.structs.replace(part, **more)
             connection.send(sent, [skeleton, *(view_bytes(blob) for blob in blobs)])
+            connection.send(joining.Proved())
             sock.read(1)  # The follower hangs up.
             connection.close()
 
@@ -486,7 +527,7 @@ def serve_lies(part: Part, skeleton: bytes, blobs: list[Tensor]) -> DonorPort:
     return port
 
 
-ONE, SMALL = torch.zeros(1, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+ONE, SMALL = torch.zeros(1, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
 SKELETON = pack_state({"tensors": [torch.zeros(10)]})[0]
 
 

@@ -2,14 +2,19 @@
 
 import contextlib
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.played_device import PlayedDevice
+from tests.waiting import PATIENCE_S
+from torch import Tensor
 
 from perdure.plan.elastic.shards import Shard, Snapshot
+from perdure.worker.checkpoint import copying
+from perdure.worker.checkpoint.copying import Copy
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.mapped import MappedFile
 from perdure.worker.elastic.snapshots import Snapshots
@@ -184,3 +189,61 @@ def test_a_snapshot_whose_tensors_are_gone_is_not_found_again(tmp_path: Path) ->
     assert snapshots.list_all() == ()
     newest = take(snapshots, 2, {"w": torch.zeros(50)})
     assert torch.equal(read(snapshots, newest)["w"], torch.zeros(50))
+
+
+def put_other_weights(weights: Tensor) -> Tensor:
+    """Change weights as torch does not count it; return what they were."""
+    before = weights.clone()
+    weights.data.fill_(-1.0)
+    return before
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_weights_that_are_changed_for_a_moment_are_in_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """A script evaluates averaged weights between two steps. `before`: sound snapshots."""
+    snapshots = Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1)
+    weights = torch.arange(5000.0)
+    kept = [take(snapshots, step, {"w": weights}) for step in range(before)]
+    real, go = Copy.make, threading.Event()
+
+    def make(copy: Copy) -> None:
+        assert go.wait(PATIENCE_S)
+        real(copy)
+
+    with monkeypatch.context() as held:
+        held.setattr(Copy, "make", make)
+        snapshots.take(Snapshot(9, 0, Shard(0, 1), 0), {"w": weights}, (0, 1))
+        known = put_other_weights(weights)
+        go.set()
+        assert snapshots._copy.made.wait(PATIENCE_S)
+        weights.data.copy_(known)
+        assert snapshots.list_all() == tuple(kept[-1:])
+    assert "no snapshot of step 9: tensor 0, of shape [5000], was changed" in snapshots.error
+    snapshots.take(newest := Snapshot(10, 0, Shard(0, 1), 0), {"w": weights}, (0, 1))
+    put_other_weights(weights)  # Too late: it was copied at once.
+    assert snapshots.list_all() == (*kept[-1:], newest)
+    assert torch.equal(read(snapshots, newest)["w"], known)
+
+
+def test_a_snapshot_that_is_late_is_thrown_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = Snapshots(tmp_path / "a" / "b", 0, Snapshot, every=1)
+    real, go = Copy.make, threading.Event()
+
+    def make(copy: Copy) -> None:
+        assert go.wait(PATIENCE_S)
+        real(copy)
+
+    with monkeypatch.context() as held:
+        held.setattr(Copy, "make", make)
+        held.setattr(copying, "DEADLINE_S", 0.1)
+        snapshots.take(Snapshot(1, 0, Shard(0, 1), 0), {"w": torch.ones(50)}, (0, 1))
+        snapshots.wait()
+    go.set()
+    snapshots.finish()
+    assert "not made within" in snapshots.error
+    assert snapshots.list_all() == ()
+    take(snapshots, 2, {"w": torch.ones(50)})

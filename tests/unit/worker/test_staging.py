@@ -12,9 +12,10 @@ import torch
 from tests.played_device import PlayedDevice
 from torch import Tensor, nn
 
+from perdure.model.errors import PlatformError
 from perdure.model.events import CheckpointFailed
 from perdure.model.job import CheckpointConfig
-from perdure.worker.checkpoint import Checkpointer, device_copies
+from perdure.worker.checkpoint import Checkpointer, copying, device_copies
 from perdure.worker.checkpoint import staging as module
 from perdure.worker.checkpoint.device_copies import split
 from perdure.worker.checkpoint.plain import read_plain_state
@@ -49,9 +50,26 @@ def test_beside_training_is_copied_what_an_optimizer_waits_for(weight: Tensor) -
     pass_gate(staging)
     copy, at_once = begin(staging, weight)
     assert not at_once
-    staging.run()
+    staging.copy.make()
     pass_gate(staging)
     assert torch.equal(copy, weight)
+
+
+def test_a_copy_that_is_late_is_thrown_away(
+    weight: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "DEADLINE_S", 0.1)
+    staging = Staging()
+    pass_gate(staging)
+    begin(staging, weight)
+    pass_gate(staging)
+    for confirm in (staging.copy.confirm, staging.copy.make):  # As the writer does, too late.
+        with pytest.raises(PlatformError, match="not made within"):
+            confirm()
+    assert not begin(staging, weight)[1], "the next one is copied beside training all the same"
+    staging.copy.make()
+    pass_gate(staging)
+    staging.copy.confirm()
 
 
 def test_an_update_that_passes_no_gate_has_all_copied_at_once(weight: Tensor) -> None:
@@ -61,7 +79,7 @@ def test_an_update_that_passes_no_gate_has_all_copied_at_once(weight: Tensor) ->
         assert at_once
         with torch.autograd._unsafe_preserve_version_counter((weight,)):
             weight += 10
-        staging.run()
+        staging.copy.make()
         assert torch.equal(copy + 10, weight)
     pass_gate(staging)
     assert not begin(staging, weight)[1]
@@ -83,11 +101,11 @@ def captured(weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> Staging:
 def test_after_a_capture_all_is_copied_at_once_whatever_passes_the_gate(
     captured: Staging, weight: Tensor
 ) -> None:
-    captured.run()
+    captured.copy.make()
     for _ in range(2):
         pass_gate(captured)
         assert begin(captured, weight)[1]
-        captured.run()
+        captured.copy.make()
 
 
 def test_a_replay_that_passes_the_gate_waits_for_the_copy(
@@ -99,19 +117,19 @@ def test_a_replay_that_passes_the_gate_waits_for_the_copy(
         """Has the copy made once somebody waits for it."""
 
         def wait(self, timeout: float | None = None) -> bool:
-            copying = threading.Thread(target=captured.run)
+            copying = threading.Thread(target=captured.copy.make)
             copying.start()
             there = super().wait(timeout)
             copied.append(there)
             copying.join()
             return there
 
-    captured._done = Done()
+    captured.copy.made = Done()
     assert captured.enter_replay() > 0.0
     assert copied == [True]
     _, at_once = begin(captured, weight)
     assert not at_once
-    captured.run()
+    captured.copy.make()
 
 
 # --- on a device that is played ---------------------------------------------------------------
@@ -130,7 +148,7 @@ def test_small_tensors_of_a_device_are_waited_for_once(device: PlayedDevice) -> 
     own = {"steps": steps, "of the CPU": of_cpu, "others": ("text", numpy.arange(3))}
     for _ in range(2):
         copies, copied = staging.begin(state, state), staging.copy_own(own)
-        staging.run()
+        staging.copy.make()
     assert device.current.said == ["synchronize"] * 4
     for value in (*state.values(), *steps):
         value += 1
@@ -147,7 +165,7 @@ def test_what_moves_between_a_device_and_the_cpu_moves_its_copy(device: PlayedDe
     for dtype in (torch.float32, torch.int16, torch.float32):
         state = {"one": torch.ones(5, dtype=dtype), "other": torch.ones(5, dtype=torch.int16)}
         copies = staging.begin(state, ())
-        staging.run()
+        staging.copy.make()
         assert all(torch.equal(copies[key], value) for key, value in state.items())
         fitted = [set(slabs._places) for slabs in (staging._pinned, staging._pageable)]
         assert fitted == ([{"one"}, {"other"}] if dtype.is_floating_point else [set(), set(state)])
@@ -165,7 +183,7 @@ def test_all_late_copies_of_a_device_go_over_one_stream(
         of_cpu += 1
         copies = staging.begin(state, state)
         assert torch.equal(copies["of the CPU"], of_cpu), "the gate would hold the device alone"
-        staging.run()
+        staging.copy.make()
         assert torch.equal(copies[KEY], weight)
         (stream,) = device.made
         assert len(device.used) == number + 1

@@ -173,7 +173,7 @@ class SaveTask:
             SaveAbandoned: another rank has failed.
             Exception: whatever prevents it here.
         """
-        staging.run()
+        staging.copy.make()
         if threading.current_thread() is not threading.main_thread():
             with contextlib.suppress(OSError):
                 os.nice(10)  # This thread's: training goes first. More would starve beside it.
@@ -300,7 +300,7 @@ class SaveTask:
         sync_path(self.folder)
         failpoint("checkpoint/hashed")
         self.doing = "its copy is compared with the state at the next optimizer step"
-        staging.confirm()
+        staging.copy.confirm()
         self.doing = f"it waits for {self._root}"
         part = encode(Part(self._rank, tuple(files)))
         replace_file(self.folder / _PART.format(self._rank), part, synced=True)
@@ -586,7 +586,7 @@ class Checkpointer:
 
     def settle(self) -> None:
         """Wait until what was begun is copied: the state may change, by whatever means."""
-        self._staging.wait()
+        self._staging.copy.wait()
 
     def enter_replay(self) -> None:
         """Gate before a graph is replayed that has captured an optimizer's step."""
@@ -595,7 +595,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until what was begun is written, has failed, or has hung for too long."""
-        self._staging.wait()
+        self._staging.copy.wait()
         task = self._wait_for_writer(last=True)
         if task is None:
             # A thread that came back from native code later would abort the interpreter.
@@ -684,7 +684,7 @@ class Checkpointer:
             allow_pickle=self._config.allow_pickle,
             marks=self._marks,
         )
-        self._staging.wait()
+        self._staging.copy.wait()
         writing = self._wait_for_writer(last=reason in _LAST)
         if writing is not None and self._skip(task, writing):
             again, self._told = self._told, True

@@ -41,7 +41,7 @@ def plan_slabs(sizes: Sequence[int], blocks: Sequence[int] = ()) -> SlabPlan:
     each tensor in a power of two of its own, but for one of the least size: a block is no larger
     than all that is left, and is left only for a tensor that does not fit.
     """
-    taken = [_round_up(size) for size in sizes]
+    taken = [round_up(size) for size in sizes]
     filled: list[int] = [0] * len(blocks)
     all_blocks, left = list(blocks), sum(taken)
     places = [(0, 0)] * len(sizes)
@@ -74,7 +74,8 @@ def _choose_block(size: int, left: int) -> int:
     return max(needed, shared, _BLOCK_MIN)
 
 
-def _round_up(size: int) -> int:
+def round_up(size: int) -> int:
+    """Return the bytes that a tensor of `size` takes where each begins at a whole `ALIGN`."""
     return -(-size // ALIGN) * ALIGN
 
 

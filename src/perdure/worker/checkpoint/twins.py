@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from perdure.model.errors import UnfitError
+from perdure.worker.checkpoint.copying import is_ordinary, read_bits
 from perdure.worker.checkpoint.plain import copy_plain, read_plain_state, visit
-from perdure.worker.checkpoint.staging import is_ordinary, read_bits
 from perdure.worker.rng import keep_rng, put_back_rng
 
 BYTES_MAX = 256 << 20

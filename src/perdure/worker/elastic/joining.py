@@ -2,14 +2,14 @@
 
 A donor (`Donor`) sends parts, each a header line and bytes. The first part is the state at one
 step. After it comes the reduced gradients of each later step. Each donor sends its share of both:
-the blobs whose number modulo the number of donors is the donor's index. A blob's digest is made of
-the donor's own tensors while they do not change. So a blob that was copied too late, or damaged on
-its way, is found. The header names the epoch in which a step was reduced, because two epochs can
-differ in the last bit of the same step.
+the blobs whose number modulo the number of donors is the donor's index. A digest finds a blob that
+was damaged on its way. The header names the epoch in which a step was reduced, because two epochs
+can differ in the last bit of the same step.
 
-Training goes on while a donor sends. The state is copied between two steps while the next forward
-and backward pass run, and the update of the parameters waits for the copy. All ranks that join at
-one step share the copy. Another copy is made only after that one has been sent.
+Training goes on while a donor sends. The state is copied beside the next forward and backward pass
+(`checkpoint.copying`). The donor sends the copy at once, and says that it is the state (`Proved`)
+once the gate has compared it. All ranks that join at one step share the copy. Another copy is made
+only after that one has been sent.
 
 The rank that joins (`CatchUp`) takes the state from several donors and applies the same updates
 from the same reduced gradients. So it has the members' state bit for bit. The controller calls it
@@ -34,10 +34,11 @@ import xxhash
 from torch import Tensor
 
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
+from perdure.worker.checkpoint.copying import Copier, Copy
 from perdure.worker.elastic.apart import start
 from perdure.worker.elastic.donor_port import DonorPort, SecureStream, connect_donor
 from perdure.worker.elastic.group import read_progress
@@ -46,7 +47,10 @@ from perdure.worker.elastic.moving import (
     fill_blob,
     hash_tensors,
     join_blob,
+    lay_out,
     list_blobs,
+    measure_blob,
+    name_tensors,
     open_state,
     pack_state,
     view_bytes,
@@ -84,9 +88,9 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     """`state`, or `step`: the reduced gradients of step number `step`."""
     step: int
     epoch: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
     """Bytes of each blob."""
-    digest: str
+    digest: str = ""
     """Of the digests of the skeleton and of each blob."""
     skeleton: int = 0
     settings: str = ""
@@ -95,8 +99,12 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     """Parts that wait to be sent after this one."""
 
 
-Message = Ask | At | Take | Begin | Part
-AnyMessage = TypeVar("AnyMessage", Ask, At, Take, Begin, Part)
+class Proved(msgspec.Struct, frozen=True, tag=True):
+    """The donor's word that the state that it sent is that of the step. Else it hangs up."""
+
+
+Message = Ask | At | Take | Begin | Part | Proved
+AnyMessage = TypeVar("AnyMessage", Ask, At, Take, Begin, Part, Proved)
 
 
 class Connection:
@@ -172,8 +180,6 @@ def _join_digests(skeleton: bytes, digests: Sequence[str]) -> str:
 
 BACKLOG_MIN = 256 << 20
 """Bytes of gradients that may wait for a slow follower; or twice its share of the state."""
-_COPY_S_MAX = 60.0
-"""Seconds for which an update of the parameters waits for a copy."""
 _ASK_S = 60.0
 """Seconds for a follower to ask for a state. It waits meanwhile for donors that do not answer."""
 
@@ -182,59 +188,6 @@ _SEND_S = 60.0
 
 Share = tuple[int, int]
 """Index of a donor among a follower's donors, and their number."""
-Blobs = tuple[list[Tensor], str]
-"""A share's blobs, and the digest of its part."""
-
-
-class _Copy:
-    """A copy of the state at one step, for all followers that begin there."""
-
-    def __init__(self, step: int, epoch: int, state: Any) -> None:
-        self.step, self._epoch = step, epoch
-        self._skeleton, self._tensors = pack_state(state)
-        self._shares: dict[Share, Blobs] = {}
-        self._over = threading.Event()
-        """The copy is whole, or is not made any more."""
-        self._whole = False
-        self._lock = threading.Lock()
-
-    def make(self, shares: Sequence[Share]) -> None:
-        """Copy what these shares have. Called in a thread of its own."""
-        try:
-            blobs = list_blobs(self._tensors)
-            copied: dict[int, tuple[Tensor, str]] = {}
-            for index, count in shares:
-                numbers = range(index, len(blobs), count)
-                for number in numbers:
-                    if number not in copied:
-                        copied[number] = join_blob(blobs[number]), hash_tensors(blobs[number])
-                digests = [copied[number][1] for number in numbers]
-                digest = _join_digests(self._skeleton_of((index, count)), digests)
-                self._shares[index, count] = [copied[number][0] for number in numbers], digest
-            with self._lock:
-                self._whole = not self._over.is_set()
-        finally:
-            self._tensors = []
-            self._over.set()
-
-    def await_whole(self, limit_s: float) -> bool:
-        """Return whether the copy is whole within `limit_s` seconds; it is dropped otherwise."""
-        if not self._over.wait(limit_s):
-            with self._lock:
-                self._over.set()
-        if not self._whole:
-            self._shares = {}
-        return self._whole
-
-    def read(self, share: Share) -> "Piece":
-        """Return the part of `share`."""
-        blobs, digest = self._shares[share]
-        skeleton, sizes = self._skeleton_of(share), tuple(blob.numel() for blob in blobs)
-        part = Part("state", self.step, self._epoch, sizes, digest, skeleton=len(skeleton))
-        return part, skeleton, blobs
-
-    def _skeleton_of(self, share: Share) -> bytes:
-        return self._skeleton if share[0] == 0 else b""
 
 
 Piece = tuple[Part, bytes, list[Tensor]]
@@ -248,7 +201,7 @@ class _Session:
     connection: Connection
     member: int
     take: Take
-    copy: _Copy | None = None
+    copy: Copy | None = None
     """The state that it is to be sent first; None before `take.step`, and once it was sent."""
     follows: bool = False
     """It gets every step from `take.step` on."""
@@ -263,6 +216,11 @@ class _Session:
         """Return which share of the state it takes from this donor."""
         return self.take.share, self.take.shares
 
+    def add(self, piece: Piece) -> None:
+        """Have `piece` sent."""
+        self.parts.append(piece)
+        self.waiting += sum(map(len, piece[2]))
+
 
 class Donor:
     """What a member sends to ranks that join. Only `_serve` and below run in other threads."""
@@ -271,6 +229,9 @@ class Donor:
         """Serve nobody yet; a `state` that cannot be followed is None."""
         self._generation = generation
         self._state: Any = state
+        self._copier = Copier()
+        self._copy = Copy(self._copier, {})
+        """The newest copy, which the next update waits for."""
         self._changed = threading.Condition()
         self._sessions: list[_Session] = []
         self._applied = self._epoch = -1
@@ -293,6 +254,7 @@ class Donor:
 
     def close(self) -> None:
         """Give the port up, and end all that follow: there is nothing left to follow."""
+        self._copy.drop("training is over")
         self._drop(self._sessions)
         if self._port is not None:
             self._port.close()
@@ -310,12 +272,28 @@ class Donor:
             taken = [s for s in due if s.take.step == step]
             if not taken:
                 return
-            copy = _Copy(step, epoch, self._state.replica.state())
-            for session in taken:
+            skeleton, tensors = pack_state(self._state.replica.state())
+            blobs = list_blobs(tensors)
+            shares = [range(len(blobs))[s.take.share :: s.take.shares] for s in taken]
+            memory = {
+                number: torch.empty(measure_blob(blobs[number]), dtype=torch.uint8)
+                for share in shares
+                for number in share
+            }
+            self._copy = copy = Copy(
+                self._copier,
+                name_tensors([one for number in memory for one in blobs[number]]),
+                [place for n, blob in memory.items() for place in lay_out(blob, blobs[n])],
+            )
+            for session, share in zip(taken, shares, strict=True):
+                begins = b"" if session.take.share else skeleton
+                session.add((Part("state", step, epoch), begins, [memory[n] for n in share]))
+                session.limit = session.waiting + max(BACKLOG_MIN, 2 * session.waiting)
                 session.copy, session.follows = copy, True
-            shares = sorted({session.share for session in taken})
-            start(functools.partial(copy.make, shares), "perdure-donor")
+            start(copy.make, "perdure-donor")
             self._changed.notify_all()
+        if self._copier.torn:
+            copy.wait()
 
     def release(self, step: int, epoch: int) -> None:
         """Wait until the state may change: step number `step` is applied.
@@ -323,16 +301,11 @@ class Donor:
         Followers are sent what the member itself makes that update of. A follower that causes an
         error here is dropped: training goes on.
         """
-        if not self._sessions:
-            return
+        self._copy.wait()
+        if self._copy.problem:
+            self._drop([s for s in self._sessions if s.copy is self._copy])
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
-            copies = {session.copy for session in followed if session.copy is not None}
-        deadline_s = time.monotonic() + _COPY_S_MAX
-        for copy in copies:
-            if not copy.await_whole(max(0.0, deadline_s - time.monotonic())):
-                self._drop(session for session in followed if session.copy is copy)
-        followed = [session for session in followed if not session.over]
         if not followed:
             return
         flats, settings = self._state.list_sent(), self._state.hash_settings()
@@ -342,16 +315,15 @@ class Donor:
         }
         for session in followed:
             blobs = sent[session.share]
-            part = Part("step", step, epoch, tuple(b.numel() for b in blobs), "", settings=settings)
             with self._changed:
-                session.parts.append((part, b"", blobs))
-                session.waiting += sum(part.sizes)
+                session.add((Part("step", step, epoch, settings=settings), b"", blobs))
                 if session.waiting > session.limit:
                     self._end(session)
                 self._changed.notify_all()
 
     def cut(self) -> None:
         """End all that follow: the coming update is not made of what they would be sent."""
+        self._copy.drop("the update did not wait for the copy")
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
         self._drop(followed)
@@ -370,10 +342,9 @@ class Donor:
         try:
             session = self._agree(connection)
             stream.settimeout(_SEND_S)
-            self._send_state(session)
             while True:
                 self._send_next(session)
-        except (OSError, ProtocolError, ValueError):
+        except (OSError, PlatformError, ProtocolError, RuntimeError, ValueError):
             pass
         finally:
             connection.close()
@@ -429,32 +400,30 @@ class Donor:
                 self._sessions = [*self._sessions, session]
         return answer
 
-    def _send_state(self, session: _Session) -> None:
-        """Send the state once it stands at the step that was agreed upon."""
-        with self._changed:
-            self._changed.wait_for(lambda: session.copy is not None or session.over)
-            copy = session.copy
-        if copy is None or not copy.await_whole(_COPY_S_MAX):
-            raise ProtocolError("the follower was dropped")
-        part, skeleton, blobs = copy.read(session.share)
-        with self._changed:
-            session.limit = max(BACKLOG_MIN, 2 * sum(part.sizes))
-        session.connection.send(part, [skeleton, *(view_bytes(blob) for blob in blobs)])
-        with self._changed:
-            session.copy = None
-
     def _send_next(self, session: _Session) -> None:
+        """Send the next part. A state goes as soon as it is copied, and is proved by the gate."""
         with self._changed:
             self._changed.wait_for(lambda: session.parts or session.over)
             if session.over:
                 raise ProtocolError("the follower was dropped")
             part, skeleton, blobs = session.parts.popleft()
-            behind = len(session.parts)
-        digest = _join_digests(skeleton, [hash_tensors([blob]) for blob in blobs])
-        header = msgspec.structs.replace(part, digest=digest, behind=behind)
-        session.connection.send(header, [view_bytes(blob) for blob in blobs])
+            behind, copy = len(session.parts), session.copy
+        if copy is not None:
+            copy.made.wait()
+        header = msgspec.structs.replace(
+            part,
+            sizes=tuple(map(len, blobs)),
+            digest=_join_digests(skeleton, [hash_tensors([blob]) for blob in blobs]),
+            skeleton=len(skeleton),
+            behind=behind,
+        )
+        session.connection.send(header, [skeleton, *map(view_bytes, blobs)])
+        if copy is not None:
+            copy.confirm()
+            session.connection.send(Proved())
         with self._changed:
-            session.waiting -= sum(part.sizes)
+            session.copy = None
+            session.waiting -= sum(header.sizes)
 
     def _end(self, session: _Session) -> None:
         session.over, session.copy = True, None
@@ -578,7 +547,7 @@ class Follower:
         except Exception as error:  # Bytes that are no skeleton raise anything.
             raise Lost(f"the donor's skeleton cannot be read: {error!r:.200}") from None
         for number, targets in enumerate(list_blobs(tensors)):
-            fill_blob(targets, _find_blob(pieces, number, sum(t.nbytes for t in targets)))
+            fill_blob(targets, _find_blob(pieces, number, measure_blob(targets)))
         return state, pieces[0][0]
 
     def take_step(self, flats: list[Tensor], wait_s: float) -> Part | None:
@@ -593,7 +562,7 @@ class Follower:
         if pieces is None:
             return None
         for number, flat in enumerate(flats):
-            flat.view(torch.uint8).copy_(_find_blob(pieces, number, flat.nbytes))
+            fill_blob([flat], _find_blob(pieces, number, measure_blob([flat])))
         self.behind = max(part.behind for part, _, _ in pieces)
         return pieces[0][0]
 
@@ -651,7 +620,10 @@ def _hang_up_late(reached: Future[SecureStream]) -> None:
 
 def _read_piece(connection: Connection, bytes_max: int) -> Piece:
     part = connection.read(Part)
-    return (part, *connection.read_bytes(part, bytes_max))
+    skeleton, blobs = connection.read_bytes(part, bytes_max)
+    if part.kind == "state":
+        connection.read(Proved)
+    return part, skeleton, blobs
 
 
 class CatchUp:

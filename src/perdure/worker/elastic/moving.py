@@ -25,11 +25,11 @@ from perdure.model.errors import ConfigError, ProtocolError
 from perdure.plan.elastic.shards import Shard, ShardReformation, Source, Transfer, plan_transfers
 from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.checkpoint.plain import copy_plain, read_plain_state
+from perdure.worker.checkpoint.slabs import round_up
 from perdure.worker.elastic.group import Group
 
 _BLOB_BYTES = 8 << 20
 """Tensors are sent together up to about this size."""
-_ALIGN = 64
 _MARK = "__perdure_tensor__"
 
 Place = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -47,6 +47,11 @@ def pack_state(state: Any) -> tuple[bytes, list[Tensor]]:
         return {_MARK: True, "shape": list(value.shape), "dtype": value.dtype}
 
     return _save(_change(state, strip)), tensors
+
+
+def name_tensors(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a packed state under words for them."""
+    return {f"tensor {n}, of shape {list(one.shape)},": one for n, one in enumerate(tensors)}
 
 
 def open_state(skeleton: bytes, place: Place | None = None) -> tuple[Any, list[Tensor]]:
@@ -148,17 +153,29 @@ def find_device(model: nn.Module) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
+def measure_blob(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of a copy of `tensors`, each of which begins at a whole `ALIGN`."""
+    return sum(round_up(tensor.nbytes) for tensor in tensors)
+
+
+def lay_out(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the place of each tensor in `memory`, bytes."""
+    place = make_places(memory)
+    return [place(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
 def join_blob(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the tensors' bytes, one after another."""
-    return torch.cat([_bytes_of(tensor) for tensor in tensors])
+    """Return a copy of the tensors, one after another in memory."""
+    memory = torch.empty(measure_blob(tensors), dtype=torch.uint8)
+    for place, tensor in zip(lay_out(memory, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    return memory
 
 
 def fill_blob(tensors: Sequence[Tensor], data: Tensor) -> None:
-    """Copy the bytes of `data` into `tensors`, one after another."""
-    at = 0
-    for tensor in tensors:
-        _bytes_of(tensor).copy_(data[at : at + tensor.nbytes])
-        at += tensor.nbytes
+    """Copy what is in `data`, as `join_blob` makes it, into `tensors`."""
+    for place, tensor in zip(lay_out(data, tensors), tensors, strict=True):
+        tensor.copy_(place)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -185,11 +202,6 @@ def hash_tensors(tensors: Sequence[Tensor]) -> str:
     for tensor in tensors:
         digest.update(view_bytes(_bytes_of(tensor)))
     return digest.hexdigest()
-
-
-def round_up(size: int) -> int:
-    """Return the bytes that a tensor of `size` takes where each begins at a whole `_ALIGN`."""
-    return -(-size // _ALIGN) * _ALIGN
 
 
 def make_places(memory: Tensor) -> Place:
@@ -248,7 +260,7 @@ def exchange(
         found = []
         for source, blobs in coming.items():
             if turn < len(blobs):
-                data = torch.empty(sum(t.nbytes for t in blobs[turn]), dtype=torch.uint8)
+                data = torch.empty(measure_blob(blobs[turn]), dtype=torch.uint8)
                 group.receive(data, source, turn)
                 found.append((source, blobs[turn], data))
         group.wait()

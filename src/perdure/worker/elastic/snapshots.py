@@ -12,7 +12,10 @@ than that of a process. A world that breaks ends it: the snapshot before is stil
 connections break alone, the world takes no more second copies, which each member says once.
 
 A snapshot is a file of raw tensors, and a header that is renamed into place when they are written
-and hashed, and removed before they are overwritten: a header that is there is true.
+and hashed, and removed before they are overwritten: a header that is there is true. The first
+headers come once a gate has compared the copy with the state (`checkpoint.copying`). Later ones
+come at once, since a member may die before the gate. If the gate finds a difference, the header is
+removed.
 
 All members take a snapshot at the same step (`Snapshots`): every so many, and sooner where it
 costs no member anything, which each says with the counts of the step. A state that everyone has
@@ -25,7 +28,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,15 +42,18 @@ from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import NO_LINE
 from perdure.plan.elastic.shards import Snapshot, plan_mirrors
 from perdure.plan.elastic.stage_commit import StageSnapshot
-from perdure.worker.checkpoint.device_copies import DeviceCopies, Events
+from perdure.worker.checkpoint.copying import COMPARED_WHOLE, Copier, Copy
+from perdure.worker.checkpoint.device_copies import DeviceCopies
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.mapped import MappedFile
 from perdure.worker.elastic.moving import (
     hash_tensors,
+    lay_out,
     make_places,
+    measure_blob,
+    name_tensors,
     open_state,
     pack_state,
-    round_up,
 )
 from perdure.worker.stderr import say
 
@@ -128,7 +134,8 @@ class Snapshots(Generic[AnySnapshot]):
         One is taken earlier, after a second at the earliest, where it costs no member anything.
         Without a folder, none is kept. `device` is how a device's tensors are copied.
         """
-        self._device = device or DeviceCopies()
+        self._copier = Copier(device)
+        self._copy = Copy(self._copier, {})
         self._folder, self._me = folder or Path(), me
         self._kept = folder is not None and every > 0
         self.every = every
@@ -143,12 +150,10 @@ class Snapshots(Generic[AnySnapshot]):
         self._mirror: Mirror | None = None
         self.stall_s = 0.0
         """Seconds that training has waited so far."""
-        self.copied_s = 0.0
-        """Seconds that copying and hashing has taken so far, beside training."""
         self.newest_s = 0.0
         """Seconds until the last one was wherever it is kept."""
-        self.error = ""
-        """Why the last snapshot came to nothing."""
+        self.error = self._slot = ""
+        """Why the last snapshot came to nothing, and where it is."""
         self._said: set[str] = set()
         """What is missing, and was said."""
         if self._kept:
@@ -198,15 +203,18 @@ class Snapshots(Generic[AnySnapshot]):
         began = time.monotonic()
         self.finish()
         self._tell()
+        self.error = self._slot = ""
         skeleton, tensors = pack_state(content)
-        new = _Header(snapshot, skeleton, sum(round_up(t.nbytes) for t in tensors), "")
-        marks = self._device.mark(t for t in tensors if self._device.is_on_device(t))
+        new = _Header(snapshot, skeleton, measure_blob(tensors), "")
+        self._copy = Copy(self._copier, name_tensors(tensors))
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write, args=(new, tensors, marks), name="perdure-peers", daemon=True
+            target=self._write, args=(new, self._copy, tensors), name="perdure-peers", daemon=True
         )
         self._thread.start()
         self.stall_s += time.monotonic() - began
+        if self._copier.torn:
+            self.wait()
 
     def _tell(self) -> None:
         """Say once what was missing of the last snapshot. The world that took it goes on."""
@@ -224,14 +232,22 @@ class Snapshots(Generic[AnySnapshot]):
         self._said = set(found)
 
     def wait(self) -> None:
-        """Wait until what was begun is copied; a neighbour may not have it yet."""
-        if not self._copied.is_set():
-            began = time.monotonic()
+        """Wait until what was begun is copied and compared; a neighbour may not have it yet.
+
+        If the copy is not what the state is, its header goes away.
+        """
+        began, copy = time.monotonic(), self._copy
+        copy.wait()
+        if copy.made.is_set():
             self._copied.wait()
-            self.stall_s += time.monotonic() - began
+        if copy.problem:
+            self.error = f"no snapshot of step {self.newest[0]}: {copy.problem}"
+            self._remove(f"{self._slot}.head")
+        self.stall_s += time.monotonic() - began
 
     def finish(self) -> None:
         """Wait until what was begun is copied, and a neighbour has it, or has been lost."""
+        self.wait()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -258,6 +274,7 @@ class Snapshots(Generic[AnySnapshot]):
             thread = self._thread
             if thread is not None and thread.is_alive():
                 mirror.group.break_()
+                self.wait()
                 thread.join(_LEAVE_S)
             mirror.group.give_up()
 
@@ -279,21 +296,26 @@ class Snapshots(Generic[AnySnapshot]):
                 self._remove(f"m{owner}-{slot}.head")
                 self._remove(f"m{owner}-{slot}")
 
-    def _write(self, header: _Header[AnySnapshot], tensors: list[Tensor], marks: Events) -> None:
+    def _write(self, header: _Header[AnySnapshot], copy: Copy, tensors: Sequence[Tensor]) -> None:
         mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)
         began = time.monotonic()
         try:
-            slot, data = self._make_room(self._me, header.size)
-            for device in marks:
-                self._maps[slot].register(device)
-            self._copy(data, tensors, marks)
+            self._slot, data = self._make_room(self._me, header.size)
+            for device in copy.marks:
+                self._maps[self._slot].register(device)
+            copy.targets = lay_out(data, tensors)
+            copy.make()
             header = msgspec.structs.replace(header, digest=hash_tensors([data]))
-            replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
-            self.error = ""
+            if self._copier.num_compared < COMPARED_WHOLE:
+                made = time.monotonic()
+                copy.confirm()
+                began += time.monotonic() - made
+            replace_file(self._folder / f"{self._slot}.head", msgspec.msgpack.encode(header))
         except (OSError, PlatformError) as error:
-            self.error = f"no snapshot of step {header.snapshot.step}: {error}"
+            copy.drop(str(error))
+            copy.made.set()
+            data = data[:0]
         finally:
-            self.copied_s += time.monotonic() - began
             self._copied.set()
         if mirror is not None:
             try:
@@ -305,24 +327,15 @@ class Snapshots(Generic[AnySnapshot]):
                 mirror.error = mirror.error or str(error).partition(". ")[0][-120:]
         self.newest_s = time.monotonic() - began
 
-    def _copy(self, data: Tensor, tensors: list[Tensor], marks: Events) -> None:
-        """Copy `tensors` into `data`, a device's ones as they were at `marks`."""
-        place = make_places(data)
-        pairs = [(place(list(tensor.shape), tensor.dtype), tensor) for tensor in tensors]
-        late = [pair for pair in pairs if self._device.is_on_device(pair[1])]
-        events = self._device.copy_late(late, marks)
-        for target, tensor in pairs:
-            if not self._device.is_on_device(tensor):
-                target.copy_(tensor)
-        self._device.wait(events)
-
     def _exchange(self, mirror: Mirror, mine: _Header[AnySnapshot], data: Tensor) -> None:
         """Send this member's snapshot to who keeps it, and take those that this one keeps.
+
+        Empty `data`: there is no snapshot.
 
         Raises:
             Broken: a member was lost, or the world is left.
         """
-        got = mirror.swap_headers(msgspec.msgpack.encode(mine) if not self.error else b"")
+        got = mirror.swap_headers(msgspec.msgpack.encode(mine) if data.numel() else b"")
         headers = {m: msgspec.msgpack.decode(h, type=self._kind) for m, h in got.items() if h}
         rooms: dict[int, tuple[str, Tensor]] = {}
         mirror.room = ""
@@ -335,7 +348,7 @@ class Snapshots(Generic[AnySnapshot]):
             owner: rooms[owner][1] if owner in rooms else torch.empty(h.size, dtype=torch.uint8)
             for owner, h in headers.items()
         }
-        mirror.swap(data if not self.error else data[:0], places)
+        mirror.swap(data, places)
         for owner, (slot, memory) in rooms.items():
             if hash_tensors([memory]) == headers[owner].digest:
                 replace_file(self._folder / (slot + ".head"), got[owner])

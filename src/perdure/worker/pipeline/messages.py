@@ -17,7 +17,8 @@ from torch import Tensor
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError
-from perdure.worker.elastic.moving import make_places, round_up
+from perdure.worker.checkpoint.slabs import round_up
+from perdure.worker.elastic.moving import make_places
 
 HEADER_BYTES = 512
 
