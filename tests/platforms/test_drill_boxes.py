@@ -247,7 +247,7 @@ def test_platforms_of_another_kind_and_no_box_are_refused(tmp_path: Path) -> Non
         (("--on", "kubernetes"), "platforms of kind kubernetes are not drilled"),
         (("--on", "generic-ssh"), "no box is named"),
         (("--on", "generic-ssh", "--host", "a", "--writable", "here"), "not absolute"),
-        (("--host", "a"), "no box is meant"),
+        (("--on", "local", "--host", "a"), "no box is meant"),
     ):
         words = ["perdure", "drill", "job.json", "--json", *options]
         done = subprocess.run(

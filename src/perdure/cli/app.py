@@ -4,6 +4,7 @@ A command's module is imported once the command is asked for: most of what it ta
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -22,6 +23,13 @@ from perdure.model.values import find_bad_value
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The class of the click that Typer uses; newer versions of Typer carry their own."""
+
+RULE = re.compile(r"(?:(With|Without) ((?:[^\s:]+, )*(?:[^\s:]+ or )?[^\s:,]+)|Alone): ")
+"""How the help of an option begins that does nothing without another, with another, or with any.
+
+`With` names what it needs one of, an option, an argument or a value, and `Without` what rules it
+out. `Alone` lets JSON and those pass that need it.
+"""
 
 
 class Commands(typer.core.TyperGroup):
@@ -172,8 +180,8 @@ def _rename(args: Sequence[str]) -> Sequence[str]:
 def _check_options(command: Any) -> None:
     """Have a command, or each of a group, refuse options that it cannot take as they are given.
 
-    `min=0` lets both infinity and what is no number pass. An option whose help begins with "With
-    --other:" or "Without JOB:" does nothing otherwise.
+    `min=0` lets both infinity and what is no number pass. What stands before a help's colon is a
+    rule (`RULE`), and an option that breaks it would do nothing.
     """
     for inner in getattr(command, "commands", {}).values():
         _check_options(inner)
@@ -181,23 +189,46 @@ def _check_options(command: Any) -> None:
 
     def check(context: Any) -> Any:
         given = [
-            p for p in command.params if context.get_parameter_source(p.name).name != "DEFAULT"
+            param
+            for param in command.params
+            if context.get_parameter_source(param.name).name == "COMMANDLINE"
         ]
-        words = {word for param in given for word in (*param.opts, *param.secondary_opts)}
         for param in command.params:
             _, why = find_bad_value(context.params.get(param.name))
             if why:
                 raise typer.BadParameter(why, ctx=context, param=param)
+        names = {name for param in given for name in name_param(param)}
         for param in given:
-            rule, _, _ = (getattr(param, "help", None) or "").partition(":")
-            others = rule.replace(",", "").split()
-            if rule.startswith("With --") and words.isdisjoint(others):
-                raise UsageError(f"{param.opts[0]} goes with {rule[5:]}", ctx=context)
-            if rule == "Without JOB" and "job" in words:
-                raise UsageError(f"{param.opts[0]} goes without JOB", ctx=context)
+            own = name_param(param)
+            how, others = read_rule(param)
+            if how == "With" and not any(
+                other in names or other in context.params.values() for other in others
+            ):
+                raise UsageError(f"{own[0]} goes with {' or '.join(others)}", ctx=context)
+            if how == "Without" and (met := names.intersection(others)):
+                raise UsageError(f"{own[0]} goes without {min(met)}", ctx=context)
+            if how == "Alone" and any(
+                {"--json", *own}.isdisjoint([*name_param(other), *read_rule(other)[1]])
+                for other in given
+                if other.param_type_name == "option"
+            ):
+                raise UsageError(f"{own[0]} goes alone", ctx=context)
         return invoke(context)
 
     command.invoke = check
+
+
+def name_param(param: Any) -> list[str]:
+    """Return the names of an option, or the one that an argument has in the help."""
+    if param.param_type_name == "option":
+        return [*param.opts, *param.secondary_opts]
+    return [(param.metavar or param.name.upper()).strip("[].")]
+
+
+def read_rule(param: Any) -> tuple[str, list[str]]:
+    """Return how the rule of an option's help begins, and what it names; both may be empty."""
+    found = RULE.match(getattr(param, "help", None) or "")
+    return (found[1] or "Alone", re.split(", | or ", found[2] or "")) if found else ("", [])
 
 
 def _own_args(args: Sequence[str]) -> Sequence[str]:

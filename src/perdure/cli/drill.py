@@ -16,7 +16,6 @@ from perdure.cli.page.keeping import keep
 from perdure.cli.platforms.profiles import Host
 from perdure.cli.running.options import RunOptions
 from perdure.cli.speech.say import Json, Width, Yes, answer, note, write_asked
-from perdure.cli.trace import Html
 from perdure.lab.drill.planning import FAULTS
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.service.jobfolders import resolve_home
@@ -38,6 +37,10 @@ _WORLDS_STOP = ("crash", "stop", "hang", "node", "torn")
 _UNCONFINED = "--unconfined, if your script writes nothing at absolute paths that you need"
 _ROOM_BYTES = 256 << 20
 """Of a disk, beyond the copies: for journals, logs, and checkpoints of a small model."""
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Without --dry-run: also write a page."),
+]
 
 
 def drill(
@@ -63,7 +66,7 @@ def drill(
     ] = None,
     writable: Annotated[
         list[Path] | None,
-        typer.Option("--writable", metavar="DIR", help="The script may write there as well."),
+        typer.Option("--writable", metavar="DIR", help="Without --unconfined: it may write there."),
     ] = None,
     unconfined: Annotated[
         bool,

@@ -19,11 +19,9 @@ from perdure.cli.trace import (
     Duration,
     File,
     FormatName,
-    Html,
     Notice,
     Seed,
     Speed,
-    Svg,
     Until,
     app,
     check_writable,
@@ -98,8 +96,14 @@ def drive(
     format_name: FormatName = None,
     duration: Duration = None,
     nodes: AllNodes = None,
-    svg: Svg = None,
-    html: Html = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="FILE", help="Without --dry-run: also draw it there."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Without --dry-run: also write a page."),
+    ] = None,
     width: Width = 100,
     as_json: Json = False,
 ) -> int:

@@ -70,9 +70,9 @@ def plan(
     recompute: Recompute = "auto",
     slow: Slow = None,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Draw the chosen world's step.")
+        bool, typer.Option("--timeline", help="Without --json: draw the chosen world's step.")
     ] = False,
-    width: Annotated[int, typer.Option("--width", min=40, help="Columns of the timeline.")] = 100,
+    width: Annotated[int, typer.Option("--width", min=40, help="With --timeline: columns.")] = 100,
     as_json: Json = False,
 ) -> None:
     """Choose D, P, micro-batch, recompute, schedule and placement.

@@ -61,12 +61,12 @@ def profile(
     ] = None,
     node_rank: Annotated[
         str | None,
-        typer.Option("--node-rank", help="0 measures the script; else --rdzv-endpoint says."),
+        typer.Option("--node-rank", help="With --nnodes: 0 is first; else --rdzv-endpoint says."),
     ] = None,
     rdzv_endpoint: Annotated[
         str | None,
         typer.Option(
-            "--rdzv-endpoint", metavar="HOST[:PORT]", help="Where the first node listens."
+            "--rdzv-endpoint", metavar="HOST[:PORT]", help="With --nnodes: where node 0 listens."
         ),
     ] = None,
     out: Annotated[

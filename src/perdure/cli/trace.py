@@ -165,7 +165,8 @@ def convert(
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Instead of the terminal.")
     ] = None,
     gap: Annotated[
-        float, typer.Option("--gap", min=0.001, help="Seconds between entries: skypilot, polls.")
+        float,
+        typer.Option("--gap", min=0.001, help="With skypilot or polls: seconds between entries."),
     ] = 60.0,
     format_name: FormatName = None,
     duration: Duration = None,

@@ -2,11 +2,14 @@
 
 import fcntl
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from perdure.cli.app import run_command
+from perdure.cli.app import load_command, name_param, read_rule, run_command
+from perdure.cli.commands import COMMANDS
 from perdure.cli.main import main
 from perdure.cli.speech.say import render_table
 from perdure.service.jobfolders import paths_of
@@ -163,13 +166,61 @@ def test_a_drill_of_a_script_says_where_its_job_file_comes_from(
         ("status --host box", "--host goes with --port"),
         ("status j --running", "--running goes without JOB"),
         ("status j --remind", "--remind goes without JOB"),
+        ("status --running --remind", "--remind goes without --running"),
+        ("status --all --running", "--all goes without --running"),
+        ("status --links --devices", "--devices goes alone"),
+        ("status --links --running", "--links goes alone"),
+        ("status --port 80 --remind", "--port goes alone"),
+        ("status --devices --width 80", "--devices goes alone"),
+        ("watch --once --every 2", "--every goes without --once"),
+        ("logs j --part agent-0 --rank 0", "--rank goes without --part"),
+        ("logs j --all --generation 1", "--all goes without --generation"),
+        ("events j --decisions --all", "--decisions goes without --all"),
+        ("events j --decisions --kind RankExited", "--decisions goes without --kind"),
+        ("metrics j --host 0.0.0.0", "--host goes with --port"),
+        ("metrics j --no-run-log", "--run-log goes with --tensorboard or --wandb or --mlflow"),
+        ("metrics j --follow --port 0", "--follow goes with --tensorboard or --wandb or --mlflow"),
+        ("metrics j --port 0 --wandb p", "--port goes without --wandb"),
+        ("metrics j --curves --port 0", "--curves goes alone"),
+        ("report j k --html page.html", "--html goes without OTHER"),
+        ("set j --at-step 3", "--at-step goes with KEY=VALUE or --undo"),
+        ("set j --why tired", "--why goes with KEY=VALUE or --undo"),
+        ("set j --undo lr=1", "--undo goes without KEY=VALUE"),
+        ("set j lr=1 --all", "--all goes without KEY=VALUE"),
+        ("node notify j device-ok --grace 3", "--grace goes with preemption"),
+        ("node invite j --end-login", "--end-login goes with --revoke"),
+        ("node invite j --list --uses 2", "--list goes alone"),
+        ("node invite j --revoke x --out f", "--revoke goes alone"),
+        ("profiles --measure", "--measure goes with NAME"),
+        ("profiles --host box", "--host goes with NAME"),
+        ("teardown j --yes", "--yes goes with --forget"),
+        ("teardown j --forget --with-volume", "--forget goes without --with-volume"),
+        ("teardown j --forget --by-hand", "--forget goes without --by-hand"),
+        ("teardown j --by-hand --with-volume", "--with-volume goes without --by-hand"),
+        ("doctor --host box", "--host goes with --on"),
+        ("doctor --probe", "--probe goes with JOB"),
+        ("doctor j --project .", "--project goes without JOB"),
+        ("doctor --schema --all", "--schema goes alone"),
+        ("doctor train.py --on box", "--probe, --on and --all are not for a script"),
         ("launch --torch 2.13.0 job.toml", "--torch goes with --write-image"),
         ("launch --no-compile job.toml", "--compile goes with --write-image"),
+        ("launch --write-image - job.toml", "JOB.TOML goes without --write-image"),
+        ("launch --write-image - --on box", "--write-image goes alone"),
         ("launch --out d job.toml", "--out goes with --dry-run"),
-        ("teardown j --yes", "--yes goes with --forget"),
-        ("metrics j --host 0.0.0.0", "--host goes with --port"),
-        ("metrics j --no-run-log", "--run-log goes with --tensorboard, --wandb or --mlflow"),
-        ("node invite j --end-login", "--end-login goes with --revoke"),
+        ("launch --dry-run --attach job.toml", "--attach goes without --dry-run"),
+        ("launch --host box job.toml", "--host goes with --on"),
+        ("run --detach --tee 3 train.py", "--tee goes without --detach"),
+        ("run --redirects 3 --detach train.py", "--redirects goes without --detach"),
+        ("init train.py --budget 30", "--budget goes with --try"),
+        ("drill job.toml --dry-run --html f", "--html goes without --dry-run"),
+        ("trace drive t.json j --dry-run --svg f", "--svg goes without --dry-run"),
+        ("trace convert t.json --to events --gap 3", "--gap goes with skypilot or polls"),
+        ("profile --node-rank 1 train.py", "--node-rank goes with --nnodes"),
+        (
+            "plan p --devices 1 --global-batch 1 --memory 1GB --width 80",
+            "--width goes with --timeline",
+        ),
+        ("drill job.toml --unconfined --writable d", "--writable goes without --unconfined"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
@@ -177,3 +228,48 @@ def test_an_option_that_would_do_nothing_is_refused(
 ) -> None:
     assert run_command(line.split()) == 2
     assert f"perdure: error: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "status j --links --width 80 --json",
+        "status j --devices --watch",
+        "status --port 80 --port 81 --host box",
+        "status -r --clean",
+        "metrics j --port 0 --ranks-max 3 --host ::1",
+        "set j --undo --at-step 3 --why tired",
+        "node notify j preemption --node 1 --grace 3 --waits",
+        "node invite j --revoke x --end-login --json",
+        "launch --write-image - --torch none --no-compile",
+        "teardown j --forget --yes --box-is-gone --dry-run",
+        "trace convert t.json --to polls --gap 3",
+    ],
+)
+def test_options_that_go_together_are_taken(line: str) -> None:
+    _, *words = line.split()
+    command = load_command(line.split()[0])
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    ran = []
+    command.callback = lambda **given: ran.append(given)
+    command.main(words, standalone_mode=False)
+    assert len(ran) == 1
+
+
+def list_leaves(command: Any) -> list[Any]:
+    inner = getattr(command, "commands", {}).values()
+    return [leaf for one in inner for leaf in list_leaves(one)] or [command]
+
+
+def test_every_rule_of_a_help_names_what_its_command_has() -> None:
+    for name in COMMANDS:
+        for command in list_leaves(load_command(name)):
+            names = {name for param in command.params for name in name_param(param)}
+            for param in command.params:
+                text = getattr(param, "help", None) or ""
+                _, others = read_rule(param)
+                assert others or not re.match(r"(With|Without|Alone)\b[^.]*: ", text), text
+                values = " ".join(str(getattr(p, "help", "")) for p in command.params)
+                for other in filter(None, others):
+                    assert other in names or other in re.findall(r"[a-z-]+", values), text

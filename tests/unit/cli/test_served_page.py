@@ -86,3 +86,16 @@ def test_a_machine_that_lets_in_and_says_nothing_is_given_up(
     assert [line.partition(":")[0] for line in told] == ["perdure", "hint"]
     assert "says nothing for 0.5 s" in told[0]
     assert not Path("/proc", pid.read_text().strip()).exists()
+
+
+def test_a_page_from_elsewhere_takes_no_address_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    profile = load_profile("generic-ssh", str(tmp_path)).profile
+    profile = structs.replace(profile, launch=structs.replace(profile.launch, host="box"))
+    record = LaunchRecord(job="far", profile=profile, place="/b", home="/b/s", python="python3")
+    write_record(str(tmp_path), record)
+    (tmp_path / "pem").write_text("")
+    assert run_command(["dash", "far", "--cert", str(tmp_path / "pem")]) == 2
+    assert "--host and --cert are for jobs of this machine" in capsys.readouterr().err

@@ -256,5 +256,5 @@ def test_trackers_are_not_imported_before_they_are_asked_for() -> None:
 def test_one_tracker_is_followed_at_a_time(
     story: Story, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(["metrics", "job", "--follow"]) == 2
+    assert run_command(["metrics", "job", "--wandb", "p", "--tensorboard", "d", "--follow"]) == 2
     assert "one tracker at a time" in capsys.readouterr().err

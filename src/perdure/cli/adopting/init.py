@@ -52,7 +52,7 @@ def init(
         bool, typer.Option("--try", help="Drill the script with one crash, in a copy.")
     ] = False,
     budget: Annotated[
-        float, typer.Option("--budget", min=20, help="Seconds that --try may take.")
+        float, typer.Option("--budget", min=20, help="With --try: seconds that it may take.")
     ] = 60.0,
     as_json: Json = False,
 ) -> int:

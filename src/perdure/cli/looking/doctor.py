@@ -37,7 +37,7 @@ def doctor(
         str | None, typer.Argument(help="A job, or a script (FILE.py); none: this machine.")
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Test the paths and processors of JOB's nodes.")
+        bool, typer.Option("--probe", help="With JOB: test the paths and processors of its nodes.")
     ] = False,
     on: Annotated[
         str | None,
@@ -45,16 +45,19 @@ def doctor(
     ] = None,
     host: Host = None,
     project: Annotated[
-        str, typer.Option("--project", metavar="DIR", help="Whose scripts are looked at.")
+        str,
+        typer.Option("--project", metavar="DIR", help="Without JOB: whose scripts are looked at."),
     ] = ".",
     every: Annotated[
         bool, typer.Option("--all", help="Show the traps that do not lie ahead as well.")
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the schema of a job file, or of a `profile`.")
+        bool,
+        typer.Option("--schema", help="Alone: print the schema of a job file, or of a `profile`."),
     ] = False,
     permissions: Annotated[
-        bool, typer.Option("--permissions", help="Print what each role may say and hear in JOB.")
+        bool,
+        typer.Option("--permissions", help="Alone: print what each role may say and hear in JOB."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -72,15 +75,13 @@ def doctor(
     from perdure.cli.platforms.asking import check_platform
     from perdure.cli.platforms.profiles import choose_profile
 
-    if job is not None and job.endswith(".py") and not probe:
+    if job is not None and job.endswith(".py"):
+        if probe or on is not None or every:
+            raise ConfigError("--probe, --on and --all are not for a script")
         carried = find_carried(job)
         text = "\n".join(carried) or f"{job}: what its loops hand from step to step is registered"
         answer({"script": job, "carried": carried}, text, as_json=as_json)
         return
-    if probe and job is None:
-        raise ConfigError(
-            "--probe needs a job whose nodes it tests", hint="perdure status lists them"
-        )
     found = find_job(job) if job else None
     if found:
         checks = _check_job(found) + ((_probe(found),) if probe else ())

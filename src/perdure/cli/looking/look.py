@@ -19,7 +19,6 @@ from perdure.cli.jobs import (
 from perdure.cli.platforms.remote import list_reminders, print_forward, print_reminders
 from perdure.cli.speech.say import (
     Json,
-    Width,
     answer,
     choose_newest_job,
     complete_jobs,
@@ -47,22 +46,24 @@ def status(
         ),
     ] = None,
     devices: Annotated[
-        bool, typer.Option("--devices", help="Show which device runs which rank.")
+        bool, typer.Option("--devices", help="Alone: show which device runs which rank.")
     ] = False,
     links: Annotated[
-        bool, typer.Option("--links", help="Show how slow the links are, as a matrix.")
+        bool, typer.Option("--links", help="Alone: show how slow the links are, as a matrix.")
     ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="With --devices: until the job has ended.")
     ] = False,
-    width: Width = 100,
+    width: Annotated[
+        int, typer.Option("--width", min=40, help="With --links: columns of the text.")
+    ] = 100,
     port: Annotated[
         list[int] | None,
         typer.Option(
             "--port",
             min=1,
             max=65535,
-            help="Print the command that brings this port of a launched job here; repeatable.",
+            help="Alone: print a command that brings this port of a launched job; repeatable.",
         ),
     ] = None,
     host: Annotated[
@@ -73,27 +74,25 @@ def status(
         bool, typer.Option("--running", "-r", help="Without JOB: list only jobs that run.")
     ] = False,
     show_all: Annotated[
-        bool, typer.Option("--all", "-a", help="Without JOB: list also jobs that ended long ago.")
+        bool,
+        typer.Option("--all", "-a", help="Without JOB or --running: list also old jobs."),
     ] = False,
     clean: Annotated[
-        bool,
-        typer.Option(
-            "--clean", help="Without JOB: end what jobs without a `perdure run` have left."
-        ),
+        bool, typer.Option("--clean", help="Without JOB: end processes that dead jobs left behind.")
     ] = False,
     remind: Annotated[
         bool,
         typer.Option(
             "--remind",
-            help="Without JOB: ask all boxes what costs money for nothing, and alert; for cron.",
+            help="Without JOB, --running, --all or --clean: ask all boxes what costs money for "
+            "nothing, and alert; for cron.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> int:
     """List jobs, or show one: its state and each rank.
 
-    The list has the jobs of this machine, and those it launched elsewhere for as long as they may
-    cost money. It names processes that a job has left behind.
+    The list also has launched jobs that may cost money, and processes that jobs left behind.
     """
     if port:
         print_forward(job or choose_newest_job(), port, host, as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.jobs import Job, find_job
-from perdure.cli.speech.say import JobName, Json, answer, note, print_json
+from perdure.cli.speech.say import JobName, Json, answer, keep_given, note, print_json
 from perdure.model.errors import ConfigError
 from perdure.telemetry.monitoring import RANKS_MAX
 
@@ -30,20 +30,34 @@ RunLog = Annotated[
         help="With --tensorboard, --wandb or --mlflow: values of run.log as well.",
     ),
 ]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        "--port",
+        min=0,
+        max=65535,
+        help="Without --traces, --tensorboard, --wandb or --mlflow: serve /metrics until the job "
+        "has ended.",
+    ),
+]
+RanksMax = Annotated[
+    int,
+    typer.Option(
+        "--ranks-max",
+        min=0,
+        help="Without --traces, --tensorboard, --wandb or --mlflow: with more ranks than this, "
+        "figures are by node.",
+    ),
+]
 
 
 def metrics(
     job: JobName,
-    port: Annotated[
-        int | None,
-        typer.Option("--port", min=0, max=65535, help="Serve /metrics until the job has ended."),
-    ] = None,
+    port: Port = None,
     host: Annotated[
         str, typer.Option("--host", help="With --port: address to serve on.")
     ] = "127.0.0.1",
-    ranks_max: Annotated[
-        int, typer.Option("--ranks-max", min=0, help="With more ranks, figures are by node.")
-    ] = RANKS_MAX,
+    ranks_max: RanksMax = RANKS_MAX,
     traces: Annotated[
         str | None,
         typer.Option("--traces", metavar="URL", help="Send incidents to OpenTelemetry (OTLP)."),
@@ -60,11 +74,17 @@ def metrics(
         str | None, typer.Option("--mlflow", metavar="URL", help="Tell MLflow of it.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Tell one tracker until the job has ended.")
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="With --tensorboard, --wandb or --mlflow: tell it until the job has ended.",
+        ),
     ] = False,
     run_log: RunLog = True,
     curves: Annotated[
-        bool, typer.Option("--curves", help="Print run.log: a line for some steps of a name.")
+        bool,
+        typer.Option("--curves", help="Alone: print run.log, a line for some steps of a name."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -77,12 +97,11 @@ def metrics(
     if curves:
         _print_curves(found.read_curves().list_buckets(), as_json=as_json)
         return
-    named = {"tensorboard": tensorboard and str(tensorboard.absolute()), "wandb": wandb}
-    targets = {name: to for name, to in (named | {"mlflow": mlflow}).items() if to}
+    folder = str(tensorboard.absolute()) if tensorboard else ""
+    targets = keep_given(tensorboard=folder, wandb=wandb, mlflow=mlflow)
     done: dict[str, object] = {}
     if follow and len(targets) != 1:
-        hint = "perdure metrics JOB --tensorboard DIR --follow"
-        raise ConfigError("--follow tells one tracker at a time", hint=hint)
+        raise ConfigError("--follow tells one tracker at a time", hint="two commands for two")
     if traces is not None or targets:
         if traces is not None:
             done["incidents"] = _send_traces(found, traces)

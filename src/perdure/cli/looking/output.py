@@ -105,13 +105,18 @@ def logs(
     job: AnyJob,
     follow: Follow = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=0, help="Print one rank's lines, without a prefix.")
+        int | None,
+        typer.Option("--rank", min=0, help="Without --part: one rank's lines, without a prefix."),
     ] = None,
     generation: Annotated[
         int | None,
-        typer.Option("--generation", min=0, help="Number of the generation; default: the newest."),
+        typer.Option(
+            "--generation", min=0, help="Without --part: its number; default: the newest."
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Of all generations.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Without --part or --generation: of all generations.")
+    ] = False,
     part: Annotated[
         str | None, typer.Option("--part", help="Of perdure's own: controller, agent-0, ...")
     ] = None,
@@ -125,9 +130,6 @@ def logs(
             f"who came and left: perdure logs {job} --part lighthouse"
         )
         return
-    if part is not None and (rank is not None or generation is not None or every):
-        hint = f"perdure logs {job} --part {part}"
-        raise ConfigError("--part has no ranks and no generations", hint=hint)
     if rank is not None and rank >= found.spec.world_size:
         raise ConfigError(
             f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
@@ -185,14 +187,14 @@ def events(
         typer.Option("--kind", metavar="KIND", help="Only such as VerdictReached; repeatable."),
     ] = None,
     decisions: Annotated[
-        bool, typer.Option("--decisions", help="Only what was decided, and why.")
+        bool, typer.Option("--decisions", help="Without --kind or --all: only decisions, and why.")
     ] = False,
     since: Annotated[
         str | None, typer.Option("--since", metavar="TIME", help="Such as 10m, 2h or 14:05.")
     ] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=0, help="Number of last lines.")] = None,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Also what says again and again how far something is.")
+        bool, typer.Option("--all", help="Without --kind: also kinds that repeat very often.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -12,12 +12,10 @@ from perdure.cli.jobs import (
 from perdure.cli.speech.say import (
     AnyJob,
     Json,
-    Width,
     answer,
     complete_jobs,
     write_asked,
 )
-from perdure.model.errors import ConfigError
 
 
 def report(
@@ -31,9 +29,12 @@ def report(
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Without OTHER: also write a page with plots."),
     ] = None,
-    width: Width = 100,
+    width: Annotated[
+        int, typer.Option("--width", min=40, help="Without OTHER: columns of the text.")
+    ] = 100,
     as_json: Json = False,
 ) -> None:
     """Print the ledger of the paid time, and each recovery by phase.
@@ -41,8 +42,6 @@ def report(
     With OTHER, it shows two jobs beside each other: time, goodput, settings, losses.
     """
     if other is not None:
-        if html is not None:
-            raise ConfigError("--html is for one job", hint=f"perdure report {job} --html FILE")
         from perdure.cli.looking.compare import compare
 
         compare(job, other, as_json)

@@ -38,7 +38,9 @@ def watch(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Show it once and leave.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the screen.")] = False,
-    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between looks.")] = 0.5,
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, help="Without --once: seconds between looks.")
+    ] = 0.5,
     as_json: Json = False,
 ) -> None:
     """Watch jobs live, and steer them by keys.

@@ -95,6 +95,8 @@ def dash(
     try:
         name = find_job(job).name if job else ""
     except ElsewhereError as elsewhere:
+        if host not in _LOOPBACK or cert is not None:
+            raise ConfigError("--host and --cert are for jobs of this machine") from None
         return _show_there(elsewhere, port, operate=operate, open_=open_, as_json=as_json)
     listener = _listen(host, port)
     number = listener.getsockname()[1]

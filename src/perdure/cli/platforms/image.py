@@ -14,7 +14,7 @@ WriteImage = Annotated[
     typer.Option(
         "--write-image",
         metavar="DIR",
-        help="Write the build context of an image for pods; - prints its Dockerfile.",
+        help="Alone: write the build context of an image for pods; - prints its Dockerfile.",
     ),
 ]
 Torch = Annotated[

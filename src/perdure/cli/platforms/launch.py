@@ -41,7 +41,7 @@ Kustomize = Annotated[
 
 def launch(
     job_file: Annotated[
-        str | None, typer.Argument(metavar="JOB.TOML", help="The job file.")
+        str | None, typer.Argument(metavar="JOB.TOML", help="Without --write-image: the job file.")
     ] = None,
     on: Annotated[
         str | None, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")
@@ -60,7 +60,10 @@ def launch(
     ] = None,
     kustomize: Kustomize = None,
     follow: Annotated[
-        bool, typer.Option("--attach", help="Follow it to its end, also where it runs already.")
+        bool,
+        typer.Option(
+            "--attach", help="Without --dry-run: follow it to its end, also where it runs already."
+        ),
     ] = False,
     image: WriteImage = None,
     torch: Torch = None,
@@ -97,8 +100,6 @@ def launch(
     spec = make_launch_spec(job_file, place.home)
     plan = make_plan(spec, choose_profile(on, host, place.home).profile)
     if out is not None or kustomize is not None:
-        if not dry_run:
-            raise ConfigError("--out and --kustomize are for a dry run", hint="--dry-run --out DIR")
         return _write_plan(plan, out, kustomize, as_json)
     return _launch(spec, plan, place, dry_run=dry_run, follow=follow, as_json=as_json)
 
@@ -108,7 +109,7 @@ def _write_plan(plan: "Plan", out: Path | None, kustomize: Path | None, as_json:
     from perdure.launch.platforms import write_files
 
     files, folder = list_files(plan), None if str(out) == "-" else out
-    if kustomize is not None and folder is not None:
+    if kustomize is not None and out is not None:
         raise ConfigError("--kustomize and --out write different files", hint="one of them")
     if kustomize is not None:
         from perdure.launch.kubernetes.kustomize import make_base  # Nobody else has need of it.

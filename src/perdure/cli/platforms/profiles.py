@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Host = Annotated[
     str | None,
     typer.Option(
-        "--host", metavar="ALIAS", help="The box: an alias of ssh, or user@host; several: A,B."
+        "--host",
+        metavar="ALIAS",
+        help="With --on: the box, by alias of ssh or user@host; several: A,B.",
     ),
 ]
 
@@ -26,9 +28,12 @@ def profiles(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A profile, or the path of one.")
     ] = None,
-    host: Host = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", metavar="ALIAS", help="With NAME: the box, as in perdure launch."),
+    ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Ask the box for what depends on it.")
+        bool, typer.Option("--measure", help="With NAME: ask the box for what depends on it.")
     ] = False,
     as_json: Json = False,
 ) -> None:

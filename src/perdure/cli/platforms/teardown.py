@@ -47,7 +47,11 @@ class Look:
 
 Forgets = Annotated[
     bool,
-    typer.Option("--forget", help="Stop nothing: forget a job whose box is gone, and its results."),
+    typer.Option(
+        "--forget",
+        help="Without --confirm, --leave, --nothing-to-keep, --others-agree, --with-volume, "
+        "--by-hand or --id: forget a job whose box is gone, and its results; stop nothing.",
+    ),
 ]
 Unpulled = Annotated[
     bool, typer.Option("--yes", help="With --forget: also results that were never pulled.")
@@ -70,7 +74,7 @@ def teardown(
         bool, typer.Option("--others-agree", help="The other users of the box let it go, too.")
     ] = False,
     with_volume: Annotated[
-        bool, typer.Option("--with-volume", help="On Kubernetes: delete perdure's claim, too.")
+        bool, typer.Option("--with-volume", help="Without --by-hand: delete its Kubernetes claim.")
     ] = False,
     by_hand: Annotated[
         bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")

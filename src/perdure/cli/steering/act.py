@@ -346,10 +346,10 @@ def notify(
         raise ConfigError(f"{kind} of what?", hint="a DEVICE, --node N or --machine NAME")
     if not kind.startswith("device") and device is not None:
         raise ConfigError(f"{kind} is of a node", hint="--node N or --machine NAME")
-    grace = {"grace_s": grace_s} if kind == "preemption" else {}
-    args = {"kind": kind, **named, **grace}
-    args |= keep_given(waits=waits, reason=reason, source=source)
-    result = send_command(find_job(job), "notify", args, timeout_s=timeout_s)
+    told = keep_given(grace_s=grace_s or None, waits=waits, reason=reason, source=source)
+    result = send_command(
+        find_job(job), "notify", {"kind": kind, **named, **told}, timeout_s=timeout_s
+    )
     answer_of(job, result, result.get("reason", "told"), as_json)
 
 
@@ -360,13 +360,24 @@ def set_(
         typer.Argument(metavar="KEY=VALUE...", help="Without any, the keys are listed."),
     ] = None,
     at_step: Annotated[
-        int | None, typer.Option("--at-step", min=0, help="Begin with this step; else soon.")
+        int | None,
+        typer.Option(
+            "--at-step", min=0, help="With KEY=VALUE or --undo: begin with this step; else soon."
+        ),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Take the newest change back.")] = False,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Without changes: list all keys, also unchanged ones.")
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Without KEY=VALUE: take the newest change back.")
     ] = False,
-    why: Why = "",
+    show_all: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Without KEY=VALUE or --undo: list all keys, also unchanged ones."
+        ),
+    ] = False,
+    why: Annotated[
+        str,
+        typer.Option("--why", metavar="TEXT", help="With KEY=VALUE or --undo: for the journal."),
+    ] = "",
     timeout_s: Timeout = 60.0,
     as_json: Json = False,
 ) -> None:
@@ -382,8 +393,6 @@ def set_(
     if not changes and not undo:
         _list(job, keys, snapshot, show_all=show_all, as_json=as_json)
         return
-    if changes and undo:
-        raise ConfigError("--undo takes no values", hint=f"perdure set {job} --undo")
     values = _parse(found, keys, snapshot, changes) if changes else None
     args = {"why": why, **keep_given(undo=undo, changes=values, at=at_step)}
     result = send_command(found, "set", args, timeout_s=timeout_s)
@@ -409,7 +418,8 @@ def resume(job: JobName, timeout_s: Timeout = 60.0, as_json: Json = False) -> No
 
     A job that has ended is started with the script and settings of its last `perdure run`, in the
     environment of this shell, and goes on from its newest checkpoint. The command then stays, as
-    `perdure run` does, and shows the lines of all ranks.
+    `perdure run` does. It shows the lines of all ranks, also if --tee, --redirects or
+    --local-ranks-filter of that run chose some.
     """
     found = find_job(job)
     if not found.alive:

@@ -36,10 +36,11 @@ def invite(
         int, typer.Option("--uses", min=0, help="Machines that it serves; 0: all that come.")
     ] = 1,
     list_all: Annotated[
-        bool, typer.Option("--list", help="Show the invitations that there are, and their use.")
+        bool,
+        typer.Option("--list", help="Alone: show the invitations that there are, and their use."),
     ] = False,
     revoke: Annotated[
-        str | None, typer.Option("--revoke", metavar="ID", help="Revoke the invitation.")
+        str | None, typer.Option("--revoke", metavar="ID", help="Alone: revoke the invitation.")
     ] = None,
     end_login: Annotated[
         bool,
@@ -64,8 +65,6 @@ def invite(
     if revoke is not None:
         _revoke(found, revoke, end_login, as_json)
         return
-    if end_login:
-        raise ConfigError("--end-login: of which invitation?", hint="--revoke ID --end-login")
     register = partial(send_command, found, "invite", timeout_s=_ANSWER_S)
     expires_s = parse_time(expires)
     invitation = make_invitation(job, resolve_home(), register, expires_s=expires_s, uses=uses)
