@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from perdure.model.signals.stacks import ThreadStack, parse_threads
 
-_STARTER = re.compile(r"\((?:\S*/)?perdure/worker/(?:bootstrap|zygote|cold)\.py:")
+_STARTER = re.compile(
+    r"\((?:\S*/)?perdure/(?:keeper/bootstrap|keeper/zygote|worker/start/cold)\.py:"
+)
 _STRING_MAIN = "<module> (<string>:1)"
 
 
