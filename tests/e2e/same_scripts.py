@@ -54,25 +54,25 @@ SHORT = {
     "loaders += [spec.loader for spec in specs if spec]\n"
     "seen['loaders'] = sorted({type(loader).__name__ for loader in loaders})",
     "own_module": "import tqdm\nseen['is'] = where('tqdm')",
-    "vendored": "sys.path.insert(0, os.path.abspath('third_party'))\nimport requests\n"
-    "seen['is'] = where('urllib3', 'requests', 'idna')",
     "variables": "os.environ |= {'OMP_NUM_THREADS': '2', 'HF_HOME': '/here', 'TQDM_NCOLS': '7'}\n"
     "import torch, tqdm\nseen['threads'] = torch.get_num_threads()\n"
     "import huggingface_hub.constants as hub\nseen['home'] = hub.HF_HOME",
+    "finder": "asked = []\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
+    "        asked.append(name)\nsys.meta_path.insert(0, Finder())\nimport requests\n"
+    "sys.meta_path.pop(0)\nseen['more'] = sorted(set(asked) & set(sys.modules))",
+}
+"""Scripts that every run of the tests tries."""
+
+LONG = {
+    "vendored": "sys.path.insert(0, os.path.abspath('third_party'))\nimport requests\n"
+    "seen['is'] = where('urllib3', 'requests', 'idna')",
     "before_torch": "import tracer, torch\nseen['traced'] = tracer.FIRST",
     "data_folder": "import numpy\nseen['is'] = where('numpy')",
     "again": "import importlib, importlib.util, json\n"
     "seen['spec'] = importlib.util.find_spec('colorsys').origin, 'colorsys' in sys.modules\n"
     "first = json\njson.mark = 1\nimportlib.reload(json)\nseen['kept'] = hasattr(json, 'mark')\n"
     "del sys.modules['json']\nimport json\nseen['other'] = json is first",
-    "finder": "asked = []\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n"
-    "        asked.append(name)\nsys.meta_path.insert(0, Finder())\nimport requests\n"
-    "sys.meta_path.pop(0)\nseen['more'] = sorted(set(asked) & set(sys.modules))",
     "hides_numpy_s": "import numpy\nseen['is'] = where('numpy', 'numbers')",
-}
-"""Scripts that every run of the tests tries."""
-
-LONG = {
     "read_in_c": "os.environ |= {'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE': '1',"
     " 'TORCH_LINALG_PREFER_CUSOLVER': '1'}\nimport torch\n"
     "seen['is'] = torch.get_float32_matmul_precision(),"

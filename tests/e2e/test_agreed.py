@@ -116,6 +116,7 @@ def test_a_state_that_changed_on_one_member_is_in_no_checkpoint(
     compare_losses(tmp_path, rows, "--situation", "flip")
 
 
+@pytest.mark.long
 def test_on_step_that_writes_is_found_when_a_follower_comes(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_second_job_in_the_folder_is_refused_and_may_begin_from_it(
     assert [result.step for result in verify_all(own)] == [40, 50], "it began at step 30"
 
 
+@pytest.mark.long
 def test_a_rank_refuses_what_the_command_cannot_see(start: Start, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

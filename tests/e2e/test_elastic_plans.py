@@ -130,6 +130,7 @@ def test_a_resume_with_another_plan_says_what_changes_and_needs_consent(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_generation_from_memory_compares_its_plan(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_slot_whose_processes_always_end_stays_empty_until_it_is_restored(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_end_says_that_a_slot_was_empty(start: Callable[..., Job], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(how=RAISES))
     (tmp_path / "broken").touch()

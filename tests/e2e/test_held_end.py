@@ -36,9 +36,9 @@ hold("thread")
 @pytest.mark.parametrize(
     ("way", "cold"),
     [
-        ("atexit", ()),
+        pytest.param("atexit", (), marks=pytest.mark.long),
         ("thread", ("--cold",)),
-        ("child", ()),
+        pytest.param("child", (), marks=pytest.mark.long),
         pytest.param("atexit", ("--cold",), marks=pytest.mark.long),
         pytest.param("thread", (), marks=pytest.mark.long),
         pytest.param("child", ("--cold",), marks=pytest.mark.long),

@@ -111,6 +111,7 @@ def test_end_of_training_says_what_was_not_saved(start: Callable[..., Job], tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_last_step_is_saved_once_the_disk_answers(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ def test_useful_is_what_the_committed_steps_took(start: Start, tmp_path: Path) -
         pytest.param("stop", (), id="stop-supervised", marks=pytest.mark.long),
         pytest.param("kill", (), id="kill-supervised", marks=pytest.mark.long),
         pytest.param("stop", ("--declare",), id="stop-resumable", marks=pytest.mark.long),
-        pytest.param("kill", ("--declare",), id="kill-resumable"),
+        pytest.param("kill", ("--declare",), id="kill-resumable", marks=pytest.mark.long),
     ],
 )
 def test_a_hang_in_which_the_job_is_ended_is_loss(

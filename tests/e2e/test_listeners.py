@@ -53,7 +53,7 @@ def test_a_plain_job_listens_on_loopback_alone(start: Start, tmp_path: Path, col
 @pytest.mark.parametrize(
     ("script", "cold"),
     [
-        ("train_paced.py", False),
+        pytest.param("train_paced.py", False, marks=pytest.mark.long),
         ("elastic.py", False),
         pytest.param("elastic.py", True, marks=pytest.mark.long),
     ],

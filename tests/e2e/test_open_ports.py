@@ -110,7 +110,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-OFTEN = ("plain", "elastic")
+OFTEN = ("elastic",)
 """Kinds that `make test` tries. `make campaign` tries the others."""
 
 

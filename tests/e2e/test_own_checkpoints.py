@@ -25,7 +25,7 @@ from tests.e2e.own_kills import (
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 KILLS = 5
-SHORT = ("torch", "trainer")
+SHORT = ("trainer",)
 """A file, a folder, and shards; each format, cut at every place: tests/unit/test_own.py."""
 
 
@@ -61,6 +61,7 @@ def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> No
     assert job.wait() == 0, job.text()
 
 
+@pytest.mark.long
 def test_what_is_not_understood_is_not_moved(start: Start, tmp_path: Path) -> None:
     job = run_saver(start, tmp_path, "torch", ("out/*",))
     wait_saves(job, tmp_path, 0, 2)

@@ -55,6 +55,7 @@ def test_evaluation_recompile_and_late_read_survive(start: Start, part: float) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_torch_compiles_in_mid_training_is_said_of_nobody(start: Start) -> None:
     """Nor is the first import of what compiles, which takes seconds."""
     words = [str(SCRIPTS / "stall.py"), "recompile", "--for-s", "16", "--declare"]

@@ -132,6 +132,7 @@ def background(tmp_path: Path) -> Iterator[Background]:
         group.end()
 
 
+@pytest.mark.long
 def test_in_the_background_an_evicted_group_that_lives_is_told_what_is_to_be_done(
     background: Background,
 ) -> None:

@@ -307,6 +307,7 @@ def test_a_job_that_saves_by_itself_goes_on_when_all_groups_die_and_when_run_aga
     training.check()
 
 
+@pytest.mark.long
 def test_at_torchfts_own_lighthouse_survivors_go_on_and_the_dead_comes_back(
     start: Start, tmp_path: Path
 ) -> None:

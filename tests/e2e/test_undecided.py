@@ -134,6 +134,7 @@ def test_a_commit_that_reached_one_rank_of_four_is_applied_by_all(
     end(job)
 
 
+@pytest.mark.long
 def test_a_commit_that_reached_no_rank_is_dropped_by_all_and_asked_again(
     start: Start, tmp_path: Path
 ) -> None:
