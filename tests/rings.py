@@ -5,6 +5,7 @@ import struct
 import msgspec
 
 from perdure.files.regular import open_regular
+from perdure.model import ring as layout
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
     RECORD_BYTES,
@@ -23,6 +24,9 @@ from perdure.model.ring import (
     stages_at,
 )
 from perdure.model.signals.progress import StepStages
+from perdure.worker.ring import RingWriter
+
+_SPAN = struct.Struct("@6q2Q")
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -83,3 +87,31 @@ def _read_whole(path: str, clock_offset_s: float) -> tuple[bytes, RingReading | 
         return data, parse_ring(data, clock_offset_s) if len(data) == RING_BYTES else None
     except (OSError, ProtocolError):
         return b"", None
+
+
+class SpanWriter(RingWriter):
+    """Writes collectives into a ring as the compiled recorder does."""
+
+    def set_comm_kind(self, slot: int, nbytes: int, kind: int) -> None:
+        """Note size and kind (operation and dtype) of a communicator's last collective."""
+        at = layout.comm_at(slot) // 8
+        self._words[at + layout.C_BYTES], self._words[at + layout.C_KIND] = nbytes, kind
+
+    def begin_span(self, seq: int, kind: int, nbytes: int, now: int, state: int) -> int:
+        """Record that a collective began at `now`; return the number of its span."""
+        words = self._words
+        number = int(words[layout.W_NUM_SPANS])
+        words[layout.W_NUM_SPANS] = number + 1
+        at = layout.span_at(number)
+        words[at // 8] = 0
+        _SPAN.pack_into(self._memory, at, 0, now, 0, 0, seq, nbytes, kind, state)
+        words[at // 8] = number + 1
+        return number
+
+    def end_span(self, number: int, now: int, state: int = layout.ENDED) -> None:
+        """Record that span `number` ended at `now`, unless it was overwritten since."""
+        words = self._words
+        at = layout.span_at(number) // 8
+        if words[at] == number + 1 and not words[at + layout.S_END]:
+            words[at + layout.S_END] = now
+            words[at + layout.S_STATE] = words[at + layout.S_STATE] & ~0xFFFFFFFF | state

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
 from perdure.model import ring as layout
 from perdure.model.errors import ProtocolError
@@ -24,7 +24,6 @@ Stamp = Literal[
 
 _RECORD = struct.Struct("@8q")
 _COMM_HEAD = struct.Struct("@8q")
-_SPAN = struct.Struct("@6q2Q")
 _STAGES = struct.Struct("@10qd")
 
 
@@ -39,7 +38,7 @@ class RingWriter:
         _live.add(self)
 
     @classmethod
-    def create(cls, path: str, *, rank: int, generation: int, pid: int = 0) -> "RingWriter":
+    def create(cls, path: str, *, rank: int, generation: int, pid: int = 0) -> Self:
         """Make a ring at `path`, replacing any older one, and stamp `spawned`.
 
         Its blocks are reserved, because a store into a hole of a full disk would kill the rank.
@@ -330,33 +329,6 @@ class RingWriter:
         at = layout.comm_at(slot) + layout.COMM_TEXT_AT
         self._memory[at : at + 32] = op[:31].ljust(32, b"\0")
         words[layout.W_COMM_SEQ] += 1
-
-    def set_comm_kind(self, slot: int, nbytes: int, kind: int) -> None:
-        """Note size and kind (operation and dtype) of a communicator's last collective."""
-        at = layout.comm_at(slot) // 8
-        self._words[at + layout.C_BYTES], self._words[at + layout.C_KIND] = nbytes, kind
-
-    def begin_span(self, seq: int, kind: int, nbytes: int, now: int, state: int) -> int:
-        """Record that a collective began at `now`; return the number of its span.
-
-        `kind` and `state` are as `perdure.model.ring` packs them. One thread at a time.
-        """
-        words = self._words
-        number = int(words[layout.W_NUM_SPANS])
-        words[layout.W_NUM_SPANS] = number + 1
-        at = layout.span_at(number)
-        words[at // 8] = 0
-        _SPAN.pack_into(self._memory, at, 0, now, 0, 0, seq, nbytes, kind, state)
-        words[at // 8] = number + 1
-        return number
-
-    def end_span(self, number: int, now: int, state: int = layout.ENDED) -> None:
-        """Record that span `number` ended at `now`, unless it was overwritten since."""
-        words = self._words
-        at = layout.span_at(number) // 8
-        if words[at] == number + 1 and not words[at + layout.S_END]:
-            words[at + layout.S_END] = now
-            words[at + layout.S_STATE] = words[at + layout.S_STATE] & ~0xFFFFFFFF | state
 
     def beat(self, now: int) -> None:
         """Note that a collective began or ended at `now`: never merely that a thread lives."""

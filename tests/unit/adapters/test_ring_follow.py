@@ -1,12 +1,11 @@
 import itertools
 
 import pytest
-from tests.rings import read_spans, read_stages
+from tests.rings import SpanWriter, read_spans, read_stages
 
 from perdure.adapters.ring_follow import RingFollower, Stride
 from perdure.adapters.rings import read_ring
 from perdure.model import ring as layout
-from perdure.worker.ring import RingWriter
 
 ALLREDUCE = layout.OP_INDEX["allreduce"] | (7 << 8)
 SEND = layout.OP_INDEX["send"]
@@ -19,7 +18,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def ring(path):
-    writer = RingWriter.create(path, rank=1, generation=0)
+    writer = SpanWriter.create(path, rank=1, generation=0)
     writer.set_recorder("status")
     return writer
 
@@ -55,7 +54,7 @@ def test_ranks_of_one_communicator_keep_the_same_collectives(tmp_path):
     kept = []
     for rank, cuts in enumerate(((0, 100, 200), (0, 90, 200))):
         path = str(tmp_path / f"g0-r{rank}.ring")
-        ring = RingWriter.create(path, rank=rank, generation=0)
+        ring = SpanWriter.create(path, rank=rank, generation=0)
         slot = ring.add_comm("0", 2, (0, 1))
         follower = RingFollower(path, 0.0)
         seqs = set()
@@ -137,7 +136,7 @@ def test_a_ring_made_anew_is_followed_from_its_beginning(path, ring):
     for seq in range(8):
         ring.end_span(ring.begin_span(seq, ALLREDUCE, 4, 1, 0), 2)
     assert len(follower.read(0.0).spans) == 8
-    again = RingWriter.create(path, rank=1, generation=0)
+    again = SpanWriter.create(path, rank=1, generation=0)
     again.end_span(again.begin_span(1, ALLREDUCE, 4, 1, 0), 2)
     assert [span.seq for span in follower.read(0.0).spans] == [1]
 
