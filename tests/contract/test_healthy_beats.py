@@ -42,7 +42,6 @@ STEPS = "init_s first_step_s last_step_s step step_s"
 """What `run.steps()` adds to the account."""
 LEFT_OUT = {
     "generation": "below 0 until ranks run",
-    "nics": "counters of interfaces, which the detector does not judge",
     "sweep.cost_s": "of the agent itself",
     "sweep.sockets": "a count for people",
     "sweep.omitted": "a count for people",

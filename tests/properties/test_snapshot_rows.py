@@ -95,7 +95,7 @@ class Told:
         )  # fmt: skip
         generation = self.generation - (b % 11 == 0)
         return NodeBeat(
-            node, "a", len(self.said), self.now, generation, tuple(ranks), None, (), looks
+            node, "a", len(self.said), self.now, generation, tuple(ranks), devices=looks
         )
 
     def event(self, what: int, node: int, rank: int, b: int) -> AnyEvent | Decision:

@@ -1,4 +1,4 @@
-"""Raw netlink: what the kernel tells of TCP connections (`inet_diag`) and of addresses.
+"""Raw netlink: what the kernel tells of TCP connections (`inet_diag`).
 
 Raw, not pyroute2: that one parses every attribute into objects, 100 µs and more a socket, and a
 node of eight ranks in a world of 64 with three groups has 1,512 of them. Here one precompiled
@@ -21,8 +21,8 @@ import msgspec
 
 from perdure.model.errors import PlatformError
 
-_SOCK_DIAG, _ROUTE = 4, 0
-_SOCK_DIAG_BY_FAMILY, _RTM_GETADDR, _RTM_NEWADDR = 20, 22, 20
+_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
 _ERROR, _DONE = 2, 3
 _DIAG_INFO = 2
@@ -156,45 +156,6 @@ class SockDiag:
             self._socket.send(header + body)
         except OSError as error:
             raise PlatformError(f"inet_diag: {error.strerror or error}") from error
-
-
-def list_interfaces() -> dict[str, str]:
-    """Return address -> name of its interface, in the caller's network namespace.
-
-    Raises:
-        PlatformError: the kernel refuses.
-    """
-    found: dict[str, str] = {}
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _ROUTE) as route:
-            route.settimeout(_TIMEOUT_S)
-            route.send(_HEADER.pack(24, _RTM_GETADDR, _REQUEST_DUMP, 1, 0) + bytes(8))
-            while True:
-                data, at = route.recv(_BUFFER), 0
-                while at + 16 <= len(data):
-                    size, kind, *_ = _HEADER.unpack_from(data, at)
-                    if kind != _RTM_NEWADDR:
-                        return found
-                    _note_address(data[at : at + size], found)
-                    at += (size + 3) & ~3
-    except OSError as error:
-        raise PlatformError(f"rtnetlink: {error.strerror or error}") from error
-
-
-def _note_address(message: bytes, found: dict[str, str]) -> None:
-    family, index = message[16], int.from_bytes(message[20:24], "little")
-    try:
-        name = socket.if_indextoname(index)
-    except OSError:
-        return
-    at = 24
-    while at + 4 <= len(message):
-        size, kind = _ATTR.unpack_from(message, at)
-        if size < 4:
-            return
-        if kind in (1, 2):  # IFA_ADDRESS, IFA_LOCAL
-            found[_host(family, message[at + 4 : at + size])] = name
-        at += (size + 3) & ~3
 
 
 def _find_layout(data: bytes, message: int, size: int) -> struct.Struct | None:

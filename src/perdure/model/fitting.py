@@ -87,7 +87,7 @@ def fit_beat(beat: NodeBeat, bytes_max: int) -> NodeBeat:
 def _drop(beat: NodeBeat, what: str) -> NodeBeat:
     """Leave out looks at links, which ranks each communicator has, or a field of the ranks."""
     if what == "sweep":
-        return replace(beat, sweep=None, nics=(), devices=())
+        return replace(beat, sweep=None, devices=())
     if what == "members":
         thin = [replace(r, comms=tuple(replace(c, ranks=()) for c in r.comms)) for r in beat.ranks]
     else:

@@ -10,7 +10,6 @@ import pytest
 from tests.waiting import PATIENCE_S
 
 from perdure.adapters.links import LinkReader
-from perdure.adapters.netlink import list_interfaces
 
 _PEER = """
 import socket, sys
@@ -223,7 +222,3 @@ def test_ranks_in_a_network_namespace_of_their_own() -> None:
     finally:
         reader.close()
         process.communicate(timeout=PATIENCE_S)
-
-
-def test_interfaces_by_address() -> None:
-    assert list_interfaces()["127.0.0.1"] == "lo"

@@ -36,7 +36,7 @@ def reported(device, node=0, healthy=False, reason="XID 79"):
 
 
 def beat(node, *looks):
-    return NodeBeat(node, "a", 1, 1.0, 0, (), None, (), looks)
+    return NodeBeat(node, "a", 1, 1.0, 0, (), devices=looks)
 
 
 class Map:

@@ -90,18 +90,6 @@ class LinkSweep(msgspec.Struct, frozen=True):
     knows nothing of them takes none for a socket."""
 
 
-class NicSample(msgspec.Struct, frozen=True, array_like=True):
-    """Counters of one interface or RDMA port of a node, what they grew by in the window."""
-
-    name: str
-    kind: Literal["ethernet", "rdma"]
-    up: bool
-    sent_bytes: int
-    received_bytes: int
-    errors: int
-    """Errors and drops (for RDMA: retries exceeded, sequence errors, link downed)."""
-
-
 class PairProbe(msgspec.Struct, frozen=True, array_like=True):
     """One paired transfer of an active probe, outside the training's communicators."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from perdure.model.signals.devices import DeviceSample
-from perdure.model.signals.links import LinkSweep, NicSample
+from perdure.model.signals.links import LinkSweep
 
 
 class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -295,7 +295,6 @@ class NodeBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: tuple[RankProgress, ...] = ()
     sweep: LinkSweep | None = None
     """A look at the ranks' sockets, where one was taken since the last heartbeat."""
-    nics: tuple[NicSample, ...] = ()
     devices: tuple[DeviceSample, ...] = ()
     """A look at the node's GPUs, where one was taken since the last heartbeat."""
     host: HostLoad | None = None

@@ -20,14 +20,11 @@ from perdure.adapters.devices import Nvml
 from perdure.adapters.host import list_ancestors
 from perdure.adapters.links import LinkReader
 from perdure.adapters.nccl_links import DeviceRank, NcclLinkReader
-from perdure.adapters.netlink import list_interfaces
-from perdure.adapters.nics import NicReader
 from perdure.files.regular import open_regular
-from perdure.model.errors import PlatformError
 from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.model.signals.devices import DeviceSample
-from perdure.model.signals.links import LinkSweep, NicSample
+from perdure.model.signals.links import LinkSweep
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.memory import MemoryWatch
 from perdure.service.part import wait_event
@@ -76,8 +73,6 @@ class DeviceTelemetry:
 QUIET_S, WATCH_S = 1.0, 0.2
 QUIET_SHARE, WATCH_SHARE = 0.01, 0.05
 """Of a core."""
-_INTERFACES_S = 30.0
-"""How often the addresses of interfaces are looked up."""
 
 
 class Ranks(NamedTuple):
@@ -100,18 +95,14 @@ class LinkTelemetry:
         clock_offset_s: float,
         *,
         alone: bool,
-        sysfs: str = "/sys",
     ) -> None:
         """Look for notes of process groups under `paths`; `alone`: there is no other node."""
         self._paths, self._node = paths, node
         self._generation = -1
         self.reader = LinkReader(self._read_groups, alone=alone)
         self._by_nccl = NcclLinkReader(clock_offset_s)
-        self._nics = NicReader(sysfs)
-        self._interfaces: dict[str, str] = {}
-        self._interfaces_s = float("-inf")
         self._watch_until_s = float("-inf")
-        self._taken: deque[tuple[LinkSweep, tuple[NicSample, ...]]] = deque(maxlen=4)
+        self._taken: deque[LinkSweep] = deque(maxlen=4)
         self._wake = asyncio.Event()
         self._cost_s = 0.0
 
@@ -148,29 +139,18 @@ class LinkTelemetry:
             cost_s = sweep.cost_s + time.thread_time() - began_s
             sweep = msgspec.structs.replace(sweep, by_nccl=links, cost_s=cost_s)
         self._cost_s = sweep.cost_s
-        self._taken.append((sweep, self._nics.sample(self._list_used_interfaces(now))))
+        self._taken.append(sweep)
 
     def join(self, beat: NodeBeat) -> NodeBeat:
         """Return `beat` with the oldest sweep that no heartbeat has carried yet."""
         if not self._taken or self._generation != beat.generation:
             self._taken.clear()
             return beat
-        sweep, nics = self._taken.popleft()
-        return msgspec.structs.replace(beat, sweep=sweep, nics=nics)
+        return msgspec.structs.replace(beat, sweep=self._taken.popleft())
 
     def close(self) -> None:
         """Close the lines to the kernel."""
         self.reader.close()
-
-    def _list_used_interfaces(self, now: float) -> set[str]:
-        if now - self._interfaces_s > _INTERFACES_S:
-            self._interfaces_s = now
-            try:
-                self._interfaces = list_interfaces()
-            except PlatformError:
-                self._interfaces = {}
-        found = (self._interfaces.get(host) for host in list(self.reader.hosts))
-        return {name for name in found if name}
 
     def _read_groups(self, rank: int) -> dict[int, str]:
         try:
