@@ -55,7 +55,6 @@ from perdure.model.verdicts import (
     Culprit,
     Ground,
     Verdict,
-    rename_evidence,
 )
 
 SLOW = ("CommSlow", "Straggler", "HostBusy")
@@ -419,7 +418,7 @@ class Detector:
                 self._stacks[rank] = stack
 
     def _note_verdict(self, event: VerdictReached | VerdictWithdrawn) -> None:
-        verdict = rename_evidence(event.verdict)
+        verdict = event.verdict
         if verdict.generation != self._generation:
             return
         rank = verdict.culprit.rank

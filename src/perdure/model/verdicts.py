@@ -58,7 +58,6 @@ INSIDE = "recorded_inside"
 """Evidence: the record of a rank that waits can tell ends, and says that it is in the collective.
 
 It is no word on the verdict, which may be uncertain all the same."""
-_OLDER_NAMES = {"certain": INSIDE}
 
 
 class Culprit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -137,11 +136,3 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The same in words, such as `rank 1 is stopped`; without a ground: what speaks against it."""
     slowness: Slowness | None = None
     """Of `Straggler` and `CommSlow`; None where its cost could not be measured."""
-
-
-def rename_evidence(verdict: Verdict) -> Verdict:
-    """Return `verdict` with its evidence under the names of today: older journals have others."""
-    if not verdict.evidence.keys() & _OLDER_NAMES.keys():
-        return verdict
-    named = {_OLDER_NAMES.get(name, name): value for name, value in verdict.evidence.items()}
-    return msgspec.structs.replace(verdict, evidence=named)

@@ -29,7 +29,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord, explain_exit
 from perdure.model.plain import name_step
-from perdure.model.verdicts import Culprit, Verdict, VerdictKind, rename_evidence
+from perdure.model.verdicts import Culprit, Verdict, VerdictKind
 from perdure.telemetry.platforms import MachineFold, Notice, NoticeFold
 
 _SLOW = ("CommSlow", "Straggler", "HostBusy")
@@ -85,9 +85,9 @@ class VerdictFold:
             return
         match entry.body:
             case VerdictReached() as event:
-                self.reached[_key(event.verdict)] = rename_evidence(event.verdict)
+                self.reached[_key(event.verdict)] = event.verdict
             case VerdictWithdrawn() as event:
-                verdict = rename_evidence(event.verdict)
+                verdict = event.verdict
                 evidence = {**verdict.evidence, "withdrawn": event.reason}
                 evidence["withdrawn_s"] = event.at_s
                 verdict = msgspec.structs.replace(verdict, evidence=evidence)

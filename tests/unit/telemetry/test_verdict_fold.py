@@ -26,20 +26,6 @@ def test_crash_and_hang_are_found_in_order_of_time():
     assert (second.kind, second.actionable) == ("ComputeHang", True)
 
 
-def test_what_older_journals_call_certain_is_shown_by_its_name_of_today():
-    story = Story()
-    story.start()
-    verdict = story.suspect(1)
-    old = msgspec.structs.replace(verdict, evidence={"collective": 7, "certain": True})
-    story.write(VerdictReached(verdict=old))
-    (shown,) = list_verdicts(story.entries)
-    assert shown.evidence == {"collective": 7, "recorded_inside": True}
-    story.write(VerdictWithdrawn(verdict=old, at_s=story.now, reason="it moves"))
-    (shown,) = list_verdicts(story.entries)
-    assert shown.evidence["recorded_inside"]
-    assert "certain" not in shown.evidence
-
-
 def test_the_first_exit_is_the_culprit_and_the_others_are_its_consequences():
     story = Story(nproc=3)
     story.start()
