@@ -6,6 +6,7 @@ twice: a key or a connection of a dead world can never reach a living one.
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -16,6 +17,9 @@ from typing import Any
 _TRY_S = 5.0
 """Seconds of one try to reach a store."""
 _PAUSE_S = 0.1
+_ROOM_BYTES = 1 << 30
+_PAIR_BYTES = 1 << 12
+"""Memory for a store, and more for each pair of ranks: each gives each other one an address."""
 
 
 def open_store(bind: str, world_size: int, answer: int) -> object:
@@ -29,9 +33,23 @@ def open_store(bind: str, world_size: int, answer: int) -> object:
     except (OSError, RuntimeError) as error:
         os.write(answer, f"! {error}".encode()[:4000])
         os._exit(1)
+    _bound_memory(_ROOM_BYTES + world_size**2 * _PAIR_BYTES)
     os.write(answer, str(port).encode())
     os.close(answer)
     return store
+
+
+def _bound_memory(more: int) -> None:
+    """Let this process grow by `more` bytes at most, because anybody may write into its store.
+
+    It closes connections that would write more. Ranks that have met no longer need it.
+    """
+    with open("/proc/self/statm") as file:
+        data_pages = int(file.read().split()[5])
+    limit = data_pages * resource.getpagesize() + more
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or hard > limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def serve_store(bind: str, world_size: int) -> tuple[object, int]:
