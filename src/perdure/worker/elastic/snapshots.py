@@ -313,9 +313,9 @@ class Snapshots(Generic[AnySnapshot]):
             replace_file(self._folder / f"{self._slot}.head", msgspec.msgpack.encode(header))
         except (OSError, PlatformError) as error:
             copy.drop(str(error))
-            copy.made.set()
             data = data[:0]
         finally:
+            copy.made.set()
             self._copied.set()
         if mirror is not None:
             try:
