@@ -179,7 +179,7 @@ def test_a_node_joins_until_the_job_has_ended(make: Callable[..., Pod], tmp_path
     pod.invitation.write_text("one")
     wait_until((tmp_path / "join-ready").exists)
     assert (tmp_path / "calls").read_text().split() == [
-        "node", "join", str(pod.invitation), "--address", "10.1.2.3", "--grace", "90",
+        "node", "join", str(pod.invitation), "--address", "10.1.2.3", "--grace", "100",
         "--wait", "60", "--cwd", "/w",
     ]  # fmt: skip
     pod.ended.write_text("0\n")
