@@ -138,7 +138,7 @@ def test_the_only_one_is_torn(library: Library, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / library.file).exists()
 
 
-@pytest.mark.parametrize("how", ["empty", "gone", "loop"])
+@pytest.mark.parametrize("how", ["empty", "gone", "loop", "moved"])
 def test_a_pointer_to_nothing_names_the_newest_whole_one(
     library: Library, tmp_path: Path, how: str
 ) -> None:
@@ -153,6 +153,9 @@ def test_a_pointer_to_nothing_names_the_newest_whole_one(
     if how == "loop" and isinstance(library, Link):  # Lightning has made such links.
         (out / library.file).unlink()
         (out / library.file).symlink_to(library.file)
+    if how == "moved" and isinstance(library, Link):  # From another machine, or to its own folder.
+        (out / library.file).unlink()
+        (out / library.file).symlink_to(library.locate(Path("out"), 90))
     assert mend(library.pattern, tmp_path) == [library.file]
     assert library.locate(out, 120).exists()
     if how != "empty" or library.file != "last_checkpoint":

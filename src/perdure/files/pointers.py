@@ -189,8 +189,8 @@ def _find_copied(folder: str, data: bytes, inner: str) -> str:
 def _read_links(path: str) -> Iterator[_Pointer]:
     """Yield the links beside a checkpoint.
 
-    One that leads to nothing in its own folder is broken if it is the newest one by its name. Links
-    of several ranks lead to a file each.
+    One that leads to nothing is broken if it is the newest one by its name, and if what it leads to
+    was in this folder, or is. Links of several ranks lead to a file each.
     """
     folder, name = os.path.split(path)
     links: list[str] = []
@@ -202,7 +202,9 @@ def _read_links(path: str) -> Iterator[_Pointer]:
         if not os.path.exists(link):
             alike = os.path.splitext(link)[1] == os.path.splitext(name)[1]
             alike = alike and list_parts(link) == list_parts(name)
-            here = os.path.dirname(target) == os.path.realpath(folder)
+            here = os.path.dirname(target) == os.path.realpath(folder) or os.path.exists(
+                os.path.join(folder, os.path.basename(target))
+            )
             named = "" if alike and here and is_newest(link) else None
         yield _Pointer(link, named, f"it leads to {os.path.basename(target)}, which is not there")
 
