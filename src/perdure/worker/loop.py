@@ -55,6 +55,10 @@ class StepLoop(Depth):
         self._gate_s = 0.0
         """Seconds that steps up to this one have waited for checkpoints."""
         self._saved_step = -1
+        self._restored = -1
+        """Step of the checkpoint that was restored."""
+        self._is_behind = False
+        """Whether all loops so far have ended before that step."""
 
     def read_newest(self) -> tuple[int, dict[str, Any]]:
         """Return what `begin` will restore: its step (0 for none), the states of its objects.
@@ -64,8 +68,16 @@ class StepLoop(Depth):
         self.progress.enter_restore()
         return self._saver.read_newest()
 
-    def begin(self) -> None:
-        """Restore, once; every object has been registered by now."""
+    def begin(self, total: int | None = None) -> None:
+        """Restore; every object has been registered by now. The loop ends at step `total`.
+
+        If earlier loops have ended before the step of the checkpoint, what the script did after
+        them is in the checkpoint: it is restored again, before the first loop that goes further.
+        """
+        if self._is_behind and (total is None or total >= self.committed):
+            self.progress.enter_restore()
+            self._saver.restore({})
+            self.progress.resume(self.committed)
         if not self._begun:
             self._begun = True
             self._saver.check()
@@ -78,6 +90,9 @@ class StepLoop(Depth):
             plan_steering(self._gate, self.config, self.committed, read_steering())
             self._gate.advance(self.committed)
             self._executor.declare()
+            self._restored = self.committed
+        fresh = self.committed == self._restored
+        self._is_behind = fresh and total is not None and total < self.committed
         self._gate_s = self._saver.gate_s
         self._gate.reopen()
         self._attachment.faults.step = self.committed

@@ -87,7 +87,7 @@ class Run:
                 self._step += 1
             return
         loop.aim(total)
-        loop.begin()
+        loop.begin(total)
         try:
             while loop.committed < total and not loop.stopping:
                 loop.enter_step()
@@ -129,7 +129,7 @@ class Run:
         self._register_plan(plan, list_generators("dataset", dataset))
         if self.loop is not None:
             self.loop.aim(steps)
-            self.loop.begin()
+            self.loop.begin(steps)
 
         def read_sizes() -> tuple[int, int]:
             if batch_size is not None:

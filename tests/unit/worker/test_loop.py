@@ -23,6 +23,7 @@ class FakeSaver:
         self.start, self.saves, self.gate_s, self.closed, self.full = start, [], 0.0, False, False
 
     def restore(self, extra):
+        self.restored = getattr(self, "restored", 0) + 1
         extra["config"] = {"epoch": 2, "values": {"lr": 0.5}}
         return self.start
 
@@ -114,6 +115,18 @@ def test_restoring_comes_before_the_first_step(tmp_path, rank):
     assert (account.start_step, account.step, account.first_step_s) == (40, 40, 0.0)
     assert account.restored_s > 0
     assert (rank.config.lr, rank.config.wd, rank.config.epoch) == (0.5, 0.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("totals", "restored"), [((50,), 1), ((10, 20, 50), 2), ((10, 40, 50), 2), ((40, 50), 1)]
+)
+def test_what_a_script_does_after_loops_that_are_over_is_taken_back(rank, totals, restored):
+    rank.saver.start = 40
+    for total in totals:
+        rank.loop.begin(total)
+    rank.step()
+    rank.loop.begin(60)
+    assert (rank.saver.restored, rank.loop.committed) == (restored, 41)
 
 
 @pytest.mark.parametrize(
