@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.worker.exact_life import find_difference
+from tests.unit.worker.changed_loops import CHANGED, GROWN, TOLD
+from tests.unit.worker.exact_life import find_difference, live
 from tests.unit.worker.exact_loops import LOOPS
 from tests.unit.worker.reported_loops import KEPT, NAMED
 from tests.waiting import PATIENCE_S
 
+from perdure.model.events import CheckpointRestored
 from perdure.worker.checkpoint import checkpointer
 
 
@@ -28,15 +30,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *KEPT])
+@pytest.mark.parametrize("name", [*LOOPS, *KEPT, *CHANGED])
 def test_a_killed_loop_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
-    differ, said = find_difference((LOOPS | KEPT)[name], str(tmp_path))
+    differ, said = find_difference((LOOPS | KEPT | CHANGED)[name], str(tmp_path))
     assert (differ, said) == ([], "")
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [*NAMED, *TOLD])
 def test_what_no_checkpoint_keeps_is_named_before_the_first_one(name: str, tmp_path: Path) -> None:
-    body, what = NAMED[name]
+    body, what = (NAMED | TOLD)[name]
     differ, said = find_difference(body, str(tmp_path))
     assert differ
     assert what in said
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_change_of_the_parameters_is_named_before_the_first_save(
+    name: str, tmp_path: Path
+) -> None:
+    body, what = GROWN[name]
+    _, life = live(body, str(tmp_path), ends_at=8)
+    told = [one.why_not_exact for one in life.find(CheckpointRestored) if one.why_not_exact]
+    assert told
+    assert what in told[0]

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import itertools
+import marshal
 import random
 import sys
 import sysconfig
@@ -30,6 +31,8 @@ BYTES_MAX = 64 << 20
 """Size of a tensor or an array up to which it is kept."""
 _ITEMS_MAX = 1 << 17
 """Entries of all containers of one attribute up to which it is kept."""
+_MARSHALLED = 1 << 22
+"""Entries of a container of scalars up to which all of them are compared."""
 _HASHED = 1 << 20
 """Bytes of a tensor up to which they are compared; torch counts the changes of a larger one."""
 _BASE = frozenset(
@@ -38,6 +41,11 @@ _BASE = frozenset(
 """Attributes that torch's own classes keep, or that have a place of their own in a checkpoint."""
 _STATELESS = ("torch", "perdure", "builtins", "abc", "typing", "collections", "numpy", "random")
 """Packages whose classes have no state in plain attributes."""
+_LAYERS = ("torch.nn.modules.", "torch.ao.", "torch.optim.")
+"""Modules of torch whose classes a script may change: a momentum, the share of a dropout."""
+_ROOTS = ("torch.nn.modules.module", "torch.optim.optimizer", "torch.optim.lr_scheduler",
+          "torch.optim.swa_utils")  # fmt: skip
+"""Those with a state elsewhere, or none."""
 _LIBRARIES = tuple(
     sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -46,6 +54,8 @@ _FACTORIES = {one.__name__: one for one in (bool, int, float, str, *_PLAIN, *_DI
 CALLED = (types.FunctionType, types.MethodType, functools.partial, Iterator, enum.Enum)
 """What may keep values from call to call, and an Enum, which may be within a function."""
 SPACES = (types.SimpleNamespace, argparse.Namespace)
+_GONE = ("gone",)
+"""In the place of an attribute that the script has deleted."""
 Born = dict[str, tuple[bytes, int]]
 """Attribute -> a hash of its value at the registration, and its id. "" has that of the class."""
 
@@ -134,6 +144,9 @@ def read_changed(
                 if placed and packed is not None and type(value) not in _SCALARS:
                     packed = "place", place == id(value), packed
                 found.setdefault(path, {})[name] = packed
+        if before.get("") == (b"", id(type(owner))):
+            for name in before.keys() - read_vars(owner).keys() - {""}:
+                found.setdefault(path, {})[name] = _GONE
     return found
 
 
@@ -150,7 +163,10 @@ def load_attributes(owners: dict[str, Any], saved: dict[str, dict[str, Any]]) ->
         owner = holders.get(path)
         known, device = read_vars(owner), _find_device(owner)
         for name, value in values.items():
-            if value is not None:
+            if type(value) is tuple and value[:1] == _GONE:
+                if name in known:
+                    object.__delattr__(owner, name)
+            elif value is not None:
                 live, inner, packed = known.get(name), None, value
                 if type(value) is tuple and value[0] == "place":
                     inner, packed = not value[1], value[2]
@@ -164,6 +180,9 @@ def _list_hashes(owner: Any) -> Iterator[tuple[str, Any, bytes]]:
     """Yield each plain attribute with its value and a hash of it."""
     for name, value in read_vars(owner).items():
         if name not in _BASE:
+            computed = type(value) is Tensor and value.grad_fn is not None
+            if computed and type(owner).__module__.startswith("torch."):
+                continue  # Such as the weight that old `weight_norm` makes in each pass.
             with contextlib.suppress(NotPlainError):
                 yield name, value, hash_plain(value)
 
@@ -178,6 +197,8 @@ def hash_plain(value: Any, entries: int = _ITEMS_MAX, *, places: bool = True) ->
     """
     state = xxhash.xxh3_128()
     try:
+        if type(value) in _SCALARS:
+            return f"{type(value).__name__} {value!r}".encode()
         _feed(value, state, entries, places)
     except (RecursionError, ValueError) as error:  # It is within itself, or has too many digits.
         raise NotPlainError from error
@@ -205,6 +226,9 @@ def _feed(value: Any, state: Any, entries: int, places: bool) -> None:
         state.update(repr((len(items), getattr(value, "maxlen", None))).encode())
         if kind in (set, frozenset):
             items = sorted(items, key=repr)
+        if entries < len(items) <= _MARSHALLED and _is_flat(value):
+            state.update(marshal.dumps(list(items), 2))  # A sample could miss what has changed.
+            return
         for one in list(itertools.islice(items, 0, None, max(1, len(items) // entries))):
             _feed(one, state, entries, places)
     elif isinstance(value, enum.Enum) and _find_enum(kind.__module__, kind.__qualname__) is kind:
@@ -216,6 +240,14 @@ def _feed(value: Any, state: Any, entries: int, places: bool) -> None:
         )
     else:
         state.update(repr(read_generator(value)).encode())
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a container has scalars only."""
+    keys = set(map(type, value))
+    return keys <= _SCALARS and (
+        not isinstance(value, dict) or set(map(type, value.values())) <= _SCALARS
+    )
 
 
 def read_generator(value: Any) -> Any:
@@ -395,11 +427,16 @@ def _measure(value: Any) -> bool:
 
 @functools.cache
 def _may_keep(kinds: tuple[type, ...]) -> bool:
-    """Return whether a class of a script or of another library is among `kinds`.
+    """Return whether a class of a script, of another library, or a layer is among `kinds`.
 
     FSDP2 gives each module a class of torch in front of its own.
     """
-    return any(str(kind.__module__).partition(".")[0] not in _STATELESS for kind in kinds)
+    several = [str(kind.__module__) for kind in kinds]
+    return any(
+        name.partition(".")[0] not in _STATELESS
+        or (name.startswith(_LAYERS) and name not in _ROOTS)
+        for name in several
+    )
 
 
 @functools.cache

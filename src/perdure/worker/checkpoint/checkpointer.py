@@ -70,7 +70,7 @@ from perdure.worker.checkpoint.index import INDEX, read_index
 from perdure.worker.checkpoint.loaders import count_loaders, resume_loaders, watch_loaders
 from perdure.worker.checkpoint.loading import check_archive
 from perdure.worker.checkpoint.plain import check_plain, read_plain_state
-from perdure.worker.checkpoint.registry import Registry, name_misfit
+from perdure.worker.checkpoint.registry import Registry, list_hooked, name_misfit
 from perdure.worker.checkpoint.script import ScriptState
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
@@ -525,6 +525,8 @@ class Checkpointer:
         object that is registered later would get a state of long ago. What is left is said then."""
         self._stepped = False
         self._looks = 0
+        self._handles: list[Any] = []
+        """Hooks of the second step, which see whether gradients are kept from step to step."""
         self._script = ScriptState()
         self._restored: CheckpointRestored | None = None
         self._doubts: list[str] = []
@@ -546,8 +548,9 @@ class Checkpointer:
         if kept is not None and awaited:
             self._take(name, *kept)
         if isinstance(value, torch.optim.Optimizer):
-            value.register_step_pre_hook(lambda *_: self._pass_gate(id(value)))
-            value.register_step_post_hook(lambda *_: self._staging.leave_update())
+            for one in list_hooked(value):
+                one.register_step_pre_hook(lambda *_: self._pass_gate(id(value)))
+                one.register_step_post_hook(lambda *_: self._staging.leave_update())
 
     def _pass_gate(self, optimizer: int) -> None:
         self._registry.updated.add(optimizer)
@@ -555,6 +558,9 @@ class Checkpointer:
 
     def begin_step(self) -> None:
         """Note that a step begins: gradients of optimizers that step in it are not saved."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = self._registry.watch_gradients() if self._looks == _LOOKS - 1 else []
         self._registry.updated.clear()
         if self._looks < _LOOKS:
             self._looks += 1

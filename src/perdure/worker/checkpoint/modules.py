@@ -5,14 +5,27 @@ None before the first pass, or grow. Some parameters do not train, and some modu
 resume puts all of it back by name, in the saved shape and type.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from perdure.model.errors import ConfigError
+from perdure.worker.checkpoint.attributes import is_own_file
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -44,6 +57,33 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
         ],
         "buffers": [_join(path, name) for path, module in modules for name in module._buffers],
     }
+
+
+def describe_build(module: nn.Module, *, whole: bool) -> list[Any]:
+    """Return what a script builds and no state has: classes, names of parts, its own hooks.
+
+    With `whole` it also has the names of all parameters; tied ones have one name.
+    """
+    kind: Any = type(module)
+    if issubclass(kind, LazyModuleMixin):
+        kind = kind.cls_to_become or kind
+    parameters = {n: p for n, p in module._parameters.items() if p is not None}
+    hooks = [list_hooks(p) for p in parameters.values()]
+    shown = [f"{name} {parameter.dtype}" for name, parameter in parameters.items()]
+    names = [name for name, _ in module.named_parameters()] if whole else []
+    return [kind.__qualname__, [*module._modules], shown, names, list_hooks(module), hooks]
+
+
+def list_hooks(owner: Any) -> list[str]:
+    """Return the names of the script's own hooks of a module, an optimizer, or a tensor."""
+    found = [getattr(owner, kind, None) for kind in _HOOKS]
+    several = [inspect.unwrap(one) for hooks in found for one in (hooks or {}).values()]
+    return [one.__qualname__ for one in several if _is_own_function(one)]
+
+
+def _is_own_function(value: Any) -> bool:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return code is not None and is_own_file(code.co_filename)
 
 
 def read_rest(model: nn.Module) -> dict[str, Any]:

@@ -30,6 +30,7 @@ Those resume with what DDP does by itself, and the claim of exactness is dropped
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ class Registry:
         """The attributes of modules and optimizers as they were registered."""
         self.updated: set[int] = set()
         """Ids of the registered optimizers that have stepped since the boundary before."""
+        self.carries = False
+        """Whether gradients are added to those of steps before, although an optimizer stepped."""
 
     def add(self, name: str, value: Any) -> None:
         """Register one object under its name."""
@@ -152,7 +155,7 @@ class Registry:
         return {
             f"{_GRADIENT}{name}.{path}": parameter.grad.detach()
             for name, optimizer in self.optimizers.items()
-            if id(optimizer) not in self.updated
+            if self.carries or id(optimizer) not in self.updated
             for path, parameter in name_parameters(optimizer, names).items()
             if parameter.grad is not None and parameter.grad.layout == torch.strided
         }
@@ -255,6 +258,7 @@ class Registry:
             },
             "attributes": self.read_attributes(placed=True),
             "loose": [[name, place] for name, place, _ in self._list_loose()],
+            "carries": self.carries,
             "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
             "bucket_order": {path: self._order(path, ddp) for path, ddp in self._ddp().items()},
@@ -391,6 +395,23 @@ class Registry:
                     state[self._key(key, parameter.grad, shared=False)] = parameter.grad
         return state
 
+    def watch_gradients(self) -> list[Any]:
+        """Note if a gradient is added to one of before, though its optimizer has stepped since.
+
+        Return the handles of the hooks that notice it.
+        """
+        handles = []
+        for optimizer in self.optimizers.values():
+            several = (p for group in optimizer.param_groups for p in group["params"])
+            one = next((p for p in several if p.grad is not None and p.requires_grad), None)
+            plain = isinstance(one, Tensor) and not isinstance(one, DTensor)
+            if id(optimizer) in self.updated and one is not None and plain:
+                handles.append(one.register_hook(functools.partial(self._look_at_gradient, one)))
+        return handles
+
+    def _look_at_gradient(self, parameter: Tensor, _: Tensor) -> None:
+        self.carries |= parameter.grad is not None and bool(parameter.grad.any())
+
     def _list_lost(self, own: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
         """Return the parameters of no model whose values the checkpoint lacks."""
         saved = own.get("loose", ())
@@ -421,6 +442,7 @@ class Registry:
             if name in own["objects"] and _is_of(name, only):
                 with name_misfit(f"object {name!r}"):
                     value.load_state_dict(own["objects"][name])
+        self.carries |= own.get("carries", False)
         self.load_attributes(own.get("attributes", {}), only)
         for name, value in self.others.items():
             if name in own["objects"] and _is_of(name, only) and not is_own(value):
@@ -498,6 +520,13 @@ def list_inner(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
         # Not before: the text of a key that is a tensor takes milliseconds.
         found += [(f"{key}.{n}".rstrip("."), one) for n, one in inner if isinstance(one, Optimizer)]
     return found
+
+
+def list_hooked(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer, or, if it was never initialized as one, those that it holds."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return [optimizer]
+    return [one for _, inner in list_inner(optimizer) for one in list_hooked(inner)]
 
 
 def _goes_by_name(value: Any, parameter: Tensor) -> bool:

@@ -13,21 +13,25 @@ import ast
 import contextlib
 import functools
 import inspect
+import io
 import itertools
 import linecache
 import operator
+import queue
 import sys
 import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import queues
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from perdure.worker.carried import (
     SHOWS,
@@ -52,6 +56,7 @@ from perdure.worker.checkpoint.attributes import (
 )
 from perdure.worker.checkpoint.counters import Names, list_globals
 from perdure.worker.checkpoint.loaders import list_open_loaders
+from perdure.worker.checkpoint.modules import describe_build, list_hooks
 
 _ITEMS = 4096
 """Entries of a container that are looked at."""
@@ -89,8 +94,10 @@ class ScriptState:
                     walk.enter(frame, [], every=True)
             self._before = found
             return ""
+        for path in walk.foreign:  # Such as what a context notes when it is entered.
+            self._before.setdefault(path, found[path])
         changed = {_shorten(path) for path, now in found.items() if self._before.get(path) != now}
-        changed |= set(list_open_loaders(ids))
+        changed |= {*list_open_loaders(ids), *_list_restarted(frames)}
         fresh = sorted(changed - self._told)
         self._told |= changed
         if not fresh:
@@ -126,8 +133,14 @@ class Functions:
 
 
 def list_generators(name: str, value: Any) -> dict[str, Any]:
-    """Return the generators of random numbers that an object has, by their paths."""
-    found = {}
+    """Return the generators that an object has, or its class or function uses, by their paths."""
+    walk = _Walk({}, {id(torch.default_generator)})
+    with contextlib.suppress(Exception):  # The script's own classes may do anything.
+        if isinstance(value, CALLED):
+            walk.visit(name, value)
+        elif is_own_class(value.__class__):
+            walk.visit_class(value.__class__)
+    found = walk.generators
     for path, owner in list_holders({name: value}).items():
         for key, one in list(getattr(owner, "__dict__", {}).items()):
             with contextlib.suppress(NotPlainError):
@@ -143,7 +156,7 @@ def list_ids(model: nn.Module) -> set[int]:
 
 
 def _shorten(path: str) -> str:
-    return ".".join(path.split(".")[:2])
+    return ".".join(path.split(".")[:2]).strip()
 
 
 def _list_frames() -> Iterator[types.FrameType]:
@@ -204,6 +217,10 @@ class _Walk:
         self._found, self._kept = found, ids
         self._seen: dict[int, Any] = {}
         """What was visited; kept alive, so that no other object gets its id."""
+        self.generators: dict[str, Any] = {}
+        """Generators of random numbers that were visited, by their paths."""
+        self.foreign: list[str] = []
+        """Paths of numbers and arrays that objects of other libraries have."""
 
     def enter(
         self, frame: types.FrameType, beside: list[types.FrameType], *, every: bool = False
@@ -264,10 +281,19 @@ class _Walk:
         return bool(results) and all(is_shown(one, n) for one in loops for n in results[0])
 
     def visit_rest(self, path: str, owner: Any) -> None:
-        """Visit attributes of a kept object that are no plain data."""
+        """Visit how a kept object is built, and those of its attributes that are no plain data."""
+        if isinstance(owner, nn.Module):
+            self._note(path, describe_build(owner, whole="." not in path))
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self._visit_plain(f"{path}.{name}", parameter)
+        elif isinstance(owner, Optimizer):
+            self._note(path, list_hooks(owner))
+        self.visit_class(type(owner))
         for name, value in read_vars(owner).items():
-            if name in ("_modules", "_parameters", "_buffers", "state", "param_groups"):
+            if name in _TORCHS:
                 continue
+            self._note_kind(f"{path}.{name}", value)
             if isinstance(value, list | tuple | dict | deque) and not self._note("", value):
                 self._visit_all(f"{path}.{name}", value)
             elif isinstance(value, CALLED) and not self._note("", value):
@@ -283,11 +309,22 @@ class _Walk:
             self._found[path] = now
         return True
 
+    def _note_kind(self, path: str, value: Any) -> None:
+        """Note which function, class, or registered object a name has."""
+        if isinstance(value, _NAMED):
+            kind = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+        elif not isinstance(value, nn.Module | Optimizer):
+            return
+        else:
+            kind = str(id(value)) if id(value) in self._kept else type(value).__qualname__
+        self._found[f"{path} "] = kind.encode()
+
     def visit(self, path: str, value: Any) -> None:
         """Note the hash of a value, or the hashes of its parts."""
         if isinstance(value, int | float | str | None):
             self._note(path, value)
             return
+        self._note_kind(path, value)
         if id(value) in self._kept or id(value) in self._seen or len(self._seen) > _VISITS_MAX:
             return
         self._seen[id(value)] = value
@@ -298,6 +335,8 @@ class _Walk:
         if box and (is_own_class(kind) or not _is_flat(value)):
             self._visit_all(path, value)
         elif self._note(path, value):
+            if kind.__name__ in _GENERATORS:
+                self.generators[path] = value
             return
         if isinstance(value, nn.Module):
             self._visit_tensors(path, value.parameters(), value.buffers())
@@ -308,7 +347,7 @@ class _Walk:
             self._visit_tensors(path, [value])
         elif isinstance(value, Optimizer):
             self._visit_optimizer(path, value)
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType) or "__wrapped__" in read_vars(value):
             self._visit_function(path, value)
         elif isinstance(value, types.MethodType):
             self.visit(path.rpartition(".")[0] or path, value.__self__)
@@ -318,25 +357,66 @@ class _Walk:
             if is_own_file(getattr(value, "__file__", None) or ""):
                 self._visit_all(path, {k: v for k, v in vars(value).items() if k[:2] != "__"})
         elif isinstance(value, DataLoader):
-            drawn = list_generators("dataset", value.dataset)
-            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN} | drawn)
+            self._visit_all(path, {n: getattr(value, n) for n in _DRAWN})
+            self._visit_dataset(f"{path}.dataset", value.dataset)
         elif isinstance(value, Sampler) and not is_own_class(kind):
-            self.visit(f"{path}.generator", getattr(value, "generator", None))
+            rest = read_vars(value)  # Most scripts set the epoch from the step.
+            rest = {k: v for k, v in rest.items() if k not in ("epoch", "data_source", "dataset")}
+            self._visit_all(path, rest)
+        elif isinstance(value, Dataset) and not is_own_class(kind):
+            self._visit_all(path, read_vars(value))
+        elif isinstance(value, _READ_ON):
+            self._found[path] = str(id(self._found)).encode()
+        elif isinstance(value, io.IOBase):
+            self._visit_file(path, value)
         elif isinstance(value, types.GeneratorType):
             frame = value.gi_frame
             own = is_own_file(value.gi_code.co_filename)
             if not own or frame is None or not self._kept & set(map(id, frame.f_locals.values())):
-                self._found[path] = inspect.getgeneratorstate(value).encode()
+                now = inspect.getgeneratorstate(value)
+                again = id(self._found) if now == inspect.GEN_SUSPENDED else 0
+                self._found[path] = f"{now} {again}".encode()
         elif isinstance(value, type):
-            self._visit_class(value)
+            self.visit_class(value)
         elif is_own_class(kind) or isinstance(value, SPACES):
-            self._visit_class(kind)
+            self.visit_class(kind)
             self._visit_all(path, read_vars(value))
         elif hasattr(value, "load_state_dict"):
             self._visit_plain(path, value)
         elif hasattr(value, "__next__") and not hasattr(value, "write"):
             left = operator.length_hint(value, -1)  # Unknown: it counts as read.
             self._found[path] = str(id(self._found) if left < 0 else left).encode()
+        elif not kind.__module__.startswith(_MEASURES):
+            self._visit_foreign(path, value)
+
+    def _visit_file(self, path: str, value: io.IOBase) -> None:
+        """Note the place in a file that is read."""
+        with contextlib.suppress(ValueError):  # It is closed.
+            if value.readable():
+                try:
+                    place = value.tell()
+                except OSError:  # A pipe, or the lines of a text.
+                    place = id(self._found)
+                self._found[path] = str(place).encode()
+
+    def _visit_dataset(self, path: str, dataset: Any) -> None:
+        """Visit what a dataset draws from, and the numbers that it changes; a cache is none."""
+        if not is_own_class(dataset.__class__):
+            if isinstance(dataset, Dataset):
+                self.visit(path, dataset)
+            return
+        self.visit_class(dataset.__class__)
+        self._visit_all(path, list_generators("", dataset))
+        for name, value in read_vars(dataset).items():
+            if isinstance(value, int | float | Tensor) or hasattr(value, "nbytes"):
+                self._note(f"{path}.{name}", value)
+
+    def _visit_foreign(self, path: str, value: Any) -> None:
+        """Note the numbers and arrays that an object of another library has."""
+        for name, one in list(getattr(value, "__dict__", {}).items()):
+            numbers = isinstance(one, int | float | Tensor) or hasattr(one, "nbytes")
+            if numbers and self._note(f"{path}.{name}", one):
+                self.foreign.append(f"{path}.{name}")
 
     def _visit_all(self, path: str, values: Any) -> None:
         several = values.items() if isinstance(values, dict) else enumerate(values)
@@ -368,7 +448,8 @@ class _Walk:
 
     def _visit_function(self, path: str, value: types.FunctionType) -> None:
         """Visit what a function of the script keeps, and the globals that it uses."""
-        if not is_own_file(value.__code__.co_filename):
+        value = inspect.unwrap(value)  # A library may decorate it.
+        if not (isinstance(value, types.FunctionType) and is_own_file(value.__code__.co_filename)):
             return
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # It is empty.
@@ -379,7 +460,7 @@ class _Walk:
             if name in value.__globals__:
                 self.visit(name, value.__globals__[name])
 
-    def _visit_class(self, kind: Any) -> None:
+    def visit_class(self, kind: Any) -> None:
         for one in kind.__mro__:
             if is_own_class(one) and id(one) not in self._seen:
                 self._seen[id(one)] = one
@@ -410,5 +491,34 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, int | float | str | bytes | None)
 
 
-_DRAWN = ("generator", "sampler", "batch_sampler")
+def _list_restarted(frames: Iterable[types.FrameType]) -> list[str]:
+    """Return what a loop counts or reads beside its steps, and a resumed one from the front."""
+    found = []
+    for frame in frames:
+        for loop in _find_loops(frame.f_code.co_filename, frame.f_lineno)[0]:
+            head = getattr(loop, "iter", None)
+            asks = head is not None and head.lineno <= frame.f_lineno <= (head.end_lineno or 0)
+            word = find_word(head) if asks and isinstance(head, ast.Call) else ""
+            if word == "zip" or (word == "enumerate" and _uses_number(loop)):
+                found.append(f"{word}() of the steps")
+    return found
+
+
+def _uses_number(loop: Loop) -> bool:
+    """Return whether training uses the number that `enumerate` gives."""
+    names = target_names(loop.target) if isinstance(loop, ast.For) else []
+    return not (names and is_only_shown(loop, names[0]))
+
+
+_DRAWN = ("generator", "sampler", "batch_sampler", "collate_fn")
 """Attributes of a DataLoader that may draw."""
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
+_READ_ON = (queue.Queue, queue.SimpleQueue, queues.Queue, queues.SimpleQueue, _BaseDataLoaderIter)
+"""What gives another value each time."""
+_GENERATORS = ("Random", "Generator", "RandomState")
+_TORCHS = ("_modules", "_parameters", "_buffers", "state", "param_groups")
+_MEASURES = ("tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "torch.utils.tensorboard",
+             "torch.profiler", "torch.autograd.profiler", "logging", "threading", "time",
+             "mlflow", "neptune", "comet_ml", "aim", "clearml", "swanlab", "matplotlib",
+             "subprocess", "concurrent", "asyncio", "socket")  # fmt: skip
+"""Packages whose objects only show or measure something."""
