@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,13 @@ def write(
     micro_batch: int = 2,
     width: int = 1,
     shard: int | None = None,
+    steps: int = 100_000,
+    optimizer: str = "SGD",
 ) -> None:
     (folder / "length").write_text(str(length))
     text = SCRIPT.replace("micro_batch=2", f"micro_batch={micro_batch}")
     text = text.replace("WIDTH", str(width)).replace("SHARD", str(shard))
+    text = text.replace("100_000", str(steps)).replace("optim.SGD", f"optim.{optimizer}")
     (folder / "train.py").write_text(text)
 
 
@@ -80,10 +84,18 @@ def step(job: Job) -> int:
             marks=pytest.mark.long,
         ),
         ({"width": 3}, "parameter weight differs: float32"),
+        pytest.param(
+            {"steps": 3},
+            "the number of steps differs: 3 here, 100000 on rank 0",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"optimizer": "Adam"}, "the optimizer differs: Adam here, SGD", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_newcomer_with_another_plan_is_refused_and_the_others_train_on(
-    start: Callable[..., Job], tmp_path: Path, change: dict[str, int], said: str
+    start: Callable[..., Job], tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     write(tmp_path)
     job = start("el", "-n", "2", str(tmp_path / "train.py"))

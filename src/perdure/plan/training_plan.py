@@ -8,7 +8,7 @@ from perdure.model.codec import encode
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Progress
 
 TrainingPlan = dict[str, Any]
-"""Item -> value. `parameters` is a table of names and descriptions."""
+"""Item -> value. `parameters` and `modules` are tables of names and descriptions."""
 
 _NAMES = {
     "length": "the length of the dataset",
@@ -21,6 +21,14 @@ _NAMES = {
     "exact": "exact",
     "clip_norm": "clip_norm",
 }
+_OF_MEMBERS = {
+    "steps": "the number of steps",
+    "optimizer": "the optimizer",
+    "scheduler": "the scheduler",
+    "loss": "the loss",
+    "after_update": "after_update",
+}
+"""What members have in common, and a resume may change."""
 _SHOWN = 3
 """Parameters that are named one by one."""
 
@@ -31,23 +39,35 @@ def digest_plan(plan: TrainingPlan) -> str:
 
 
 def describe_changes(
-    before: TrainingPlan, now: TrainingPlan, template: str = "{0} was {1}, is {2}"
+    before: TrainingPlan,
+    now: TrainingPlan,
+    template: str = "{0} was {1}, is {2}",
+    *,
+    members: bool = False,
 ) -> str:
-    """Return what differs, by `template` of (item, before, now); empty if nothing does."""
+    """Return what differs, by `template` of (item, before, now); empty if nothing does.
+
+    For `members` it is also what a resume may change.
+    """
+    items = _NAMES | _OF_MEMBERS if members else _NAMES
     pairs = [
-        (_NAMES[key], before[key], now[key])
-        for key in sorted(before.keys() & now.keys() & _NAMES.keys())
+        (items[key], before[key], now[key])
+        for key in sorted(before.keys() & now.keys() & items.keys())
         if before[key] != now[key]
     ]
-    old, new = before.get("parameters", {}), now.get("parameters", {})
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    pairs += [
-        (f"parameter {n}", old.get(n, "absent"), new.get(n, "absent")) for n in names[:_SHOWN]
-    ]
-    said = [template.format(*pair) for pair in pairs]
-    if len(names) > _SHOWN:
-        said.append(f"so do {len(names) - _SHOWN} more parameters")
-    return "; ".join(said)
+    left = []
+    for kind in ("parameter", "module") if members else ("parameter",):
+        old, new = before.get(f"{kind}s", {}), now.get(f"{kind}s", {})
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if members and not names and list(old) != list(new):
+            at = next(at for at, pair in enumerate(zip(old, new, strict=True)) if len({*pair}) > 1)
+            pairs.append((f"{kind} number {at}", list(old)[at], list(new)[at]))
+        pairs += [
+            (f"{kind} {n}", old.get(n, "absent"), new.get(n, "absent")) for n in names[:_SHOWN]
+        ]
+        if len(names) > _SHOWN:
+            left.append(f"so do {len(names) - _SHOWN} more {kind}s")
+    return "; ".join([*(template.format(*pair) for pair in pairs), *left])
 
 
 def find_strangers(progress: Mapping[int, MemberProgress | Progress]) -> tuple[int, list[int]]:

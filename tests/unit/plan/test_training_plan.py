@@ -1,5 +1,7 @@
 """How two plans differ, and whose plan counts."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +32,26 @@ def test_each_item_that_differs_is_named() -> None:
     )
 
 
+def test_members_have_in_common_what_a_resume_may_change() -> None:
+    here = PLAN | {"steps": "60", "optimizer": "SGD", "modules": {"0": "Dropout(p=0.1)"}}
+    there = here | {"steps": "90", "optimizer": "Adam", "modules": {"0": "Dropout(p=0.5)"}}
+    assert digest_plan(here) != digest_plan(there)
+    assert describe_changes(here, there) == ""
+    assert describe_changes(here, there, members=True) == (
+        "the optimizer was SGD, is Adam; the number of steps was 60, is 90; "
+        "module 0 was Dropout(p=0.1), is Dropout(p=0.5)"
+    )
+
+
+def test_members_have_parameters_in_one_order() -> None:
+    """huggingface/transformers#48162: the order of a set differs from process to process."""
+    turned = PLAN | {"parameters": dict(reversed(PLAN["parameters"].items()))}  # type: ignore[attr-defined]
+    assert digest_plan(PLAN) != digest_plan(turned)
+    assert describe_changes(PLAN, turned) == "", "a resume goes by names"
+    said = describe_changes(PLAN, turned, members=True)
+    assert said == "parameter number 0 was 0.weight, is 0.bias"
+
+
 def test_of_many_parameters_a_few_are_named() -> None:
     many = {str(number): "float32 [1]" for number in range(10)}
     said = describe_changes({"parameters": {}}, {"parameters": many})
@@ -39,10 +61,13 @@ def test_of_many_parameters_a_few_are_named() -> None:
 
 @given(plans, plans)
 def test_plans_that_differ_have_other_digests_and_what_differs_is_said(
-    one: dict[str, object], other: dict[str, object]
+    one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    assert (digest_plan(one) == digest_plan(other)) == (one == other)
+    orders = [list(plan["parameters"]) for plan in (one, other)]
+    same = one == other and orders[0] == orders[1]
+    assert (digest_plan(one) == digest_plan(other)) == same
     if one.keys() == other.keys():
+        assert bool(describe_changes(one, other, members=True)) != same
         assert bool(describe_changes(one, other)) == (one != other)
 
 

@@ -124,7 +124,7 @@ def train(
                     "clip_norm": clip_norm, "after_update": after_update},
         )  # fmt: skip
         del trainer.plan["micro_batches"]
-        trainer.plan.update(data.plan)
+        trainer.plan.update(data.plan | {"loss": _name_kind(loss)})
         unshared.replica = trainer.state.replica
         for step in trainer.steps(steps):
             if on_step is not None:
@@ -251,6 +251,7 @@ def open_trainer(
         replica, compute, count=micro_batches, seed=seed, exact=exact, bucket_bytes=bucket_bytes
     )
     plan = _plan(model, micro_batches, seed, exact, clip_norm)
+    plan |= _name_parts(optimizer, scheduler, after_update)
     return Trainer(state, membership=membership, config=config, plan=plan)
 
 
@@ -264,7 +265,25 @@ def _plan(
         "exact": str(exact),
         "clip_norm": str(float(clip_norm)),
         "parameters": {name: _describe(p) for name, p in model.named_parameters()},
+        "modules": {path: _name_kind(module) for path, module in model.named_modules()},
     }
+
+
+def _name_parts(optimizer: Any, scheduler: Any, after_update: Any) -> TrainingPlan:
+    """Return the names of what updates the state, for members to compare."""
+    return {
+        "optimizer": _name_kind(optimizer),
+        "scheduler": _name_kind(scheduler),
+        "after_update": _name_kind(after_update),
+    }
+
+
+def _name_kind(value: Any) -> str:
+    """Return what an object is, with the settings of a module of torch; or a function's name."""
+    kind = type(value)
+    if isinstance(value, torch.nn.Module) and kind.__module__.startswith("torch.nn."):
+        return f"{kind.__name__}({value.extra_repr()})"
+    return str(getattr(value, "__qualname__", kind.__qualname__))
 
 
 def _describe(parameter: Tensor) -> str:
@@ -315,13 +334,14 @@ def open_sharded_trainer(
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
-    plan = _plan(model, micro_batches, seed, exact, clip_norm)
     membership = Membership(attach_rank())
     replica = ShardedReplica(
         model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {}),
         after_update=after_update,
     )  # fmt: skip
     sample = optimizer(replica.parameters)  # For its rates: each world has one of its own.
+    plan = _plan(model, micro_batches, seed, exact, clip_norm)
+    plan |= _name_parts(sample, scheduler, after_update)
     _declare_rate(sample, lambda: ([replica.optimizer], [replica.scheduler]))
     replica.begun = lambda: config.reapply("lr")
     state = ShardedState(
@@ -379,19 +399,18 @@ def open_pipeline_trainer(
             f"elastic: the cost profile has {stages.blocks} blocks, the model {len(blocks)}",
             hint="profile the list of blocks that is trained",
         )
-    plan = _plan(torch.nn.ModuleList(blocks), micro_batches, seed, exact, clip_norm)
     membership = Membership(attach_rank())
     replica = StagedReplica(
         blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm, after_update=after_update
     )
+    plan = _plan(torch.nn.ModuleList(blocks), micro_batches, seed, exact, clip_norm)
+    plan |= _name_parts(replica.optimizer, replica.scheduler, after_update)
     _declare_rate(replica.optimizer, lambda: ([replica.optimizer], [replica.scheduler]))
-    choose: Choose
+    choose: Choose = stages  # type: ignore[assignment]
     if isinstance(stages, int):
         runs = INTERLEAVED_RUNS if schedule == "interleaved" else 1
         model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages, runs=runs)
         choose = functools.partial(choose_balanced, model)
-    else:
-        choose = stages
     state = StagedState(
         replica,
         load,

@@ -174,7 +174,7 @@ class Trainer:
         A rank that has joined begins where the others are. The loop ends when every member of
         the world has applied the last step: until then they may need what this rank holds.
         """
-        self._total, self._over = total, False
+        self._total, self._over, self.plan["steps"] = total, False, str(total)
         self._membership.break_groups = self._break  # An order may come before the first world.
         self._membership.attachment.ring.aim(self._steering.executor.aim(total))
         self._steering.executor.gate.reopen()
@@ -469,7 +469,10 @@ class Trainer:
             raise Broken(f"ranks {strangers} have another plan of training")
         theirs: TrainingPlan = decode(read_keys(store, [f"plan/{known}"], overtaken)[0], dict)
         words = describe_changes(
-            self.plan, theirs, f"{{0}} differs: {{1}} here, {{2}} on rank {known}"
+            self.plan,
+            theirs,
+            f"{{0}} differs: {{1}} here, {{2}} on rank {known}",
+            members=True,
         )
         raise ConfigError(
             f"elastic: {words}",
