@@ -16,7 +16,7 @@ import perdure.elastic
 from perdure.model.errors import ConfigError
 from perdure.worker.elastic import open_trainer
 from perdure.worker.elastic.state.blocks import StagedReplica
-from perdure.worker.elastic.state.replicated import BufferGuard, Replica
+from perdure.worker.elastic.state.replicated import BufferGuard, Replica, ReplicatedState
 from perdure.worker.pipeline.stage import Pass, _take_gradients
 
 pytestmark = pytest.mark.torch
@@ -117,6 +117,105 @@ def test_a_buffer_that_the_script_alters_between_two_steps_is_not_the_pass_s_doi
         model.mean.fill_(step)
         guard.note()
         guard.check()
+
+
+def renormalize(model: "Altering", x: Tensor) -> Tensor:
+    return model.table(x.long().flatten() % 3)
+
+
+def clamp(model: "Altering", x: Tensor) -> Tensor:
+    model.linear.weight.data.clamp_(-0.01, 0.01)
+    return model.linear(x)
+
+
+def follow(model: "Altering", x: Tensor) -> Tensor:
+    """facebookresearch/moco: a key encoder that follows the query's in each pass."""
+    model.key.weight.data = 0.9 * model.key.weight.data + 0.1 * model.linear.weight.data
+    return model.linear(x) - model.key(x).detach()
+
+
+class Altering(nn.Module):
+    def __init__(self, by: Callable[["Altering", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.by = nn.Linear(1, 1), by
+        self.key = nn.Linear(1, 1).requires_grad_(False)
+        self.table = nn.Embedding(3, 1, max_norm=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by(self, x)
+
+
+@pytest.mark.parametrize(
+    ("by", "name"), [(renormalize, "table"), (clamp, "linear"), (follow, "key")]
+)
+def test_a_parameter_that_a_pass_alters_is_named(by: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"alters the parameter {name}.weight"):
+        train(Altering(by))
+
+
+def test_a_parameter_that_gets_another_place_in_memory_is_not_altered() -> None:
+    def move_over(model: Altering, x: Tensor) -> Tensor:
+        model.linear.weight.data = model.linear.weight.data.clone()
+        return model.linear(x)
+
+    assert train(Altering(move_over)) == list(range(8))
+
+
+def test_what_an_update_alters_in_place_of_a_step_under_way_is_not_the_pass_s_doing() -> None:
+    """The member's world broke in a step, and it rolled forward by what others had reduced."""
+
+    def count(model: nn.Module) -> None:
+        model.mean.add_(1.0)
+
+    model = Book(lambda book, mean: None, persistent=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = Replica(model, optimizer, after_update=count)
+    compute = lambda step, number: model(torch.ones(2, 1)).sum()  # noqa: E731
+    state = ReplicatedState(replica, compute, count=1, seed=0, exact=False)
+    state.applied = 0
+    state.begin_step()
+    state.update("sent")
+    state.begin_step()
+    state.check_step()
+
+
+def test_gradients_that_an_update_alters_are_not_sent_to_who_is_behind() -> None:
+    """`foreach` adds Nesterov's momentum to gradients in place, as GPUs do by default."""
+    for foreach in (False, True):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=foreach
+        )
+        state = ReplicatedState(
+            Replica(model, optimizer), lambda step, number: torch.zeros(()), count=1, seed=0,
+            exact=False,
+        )  # fmt: skip
+        state.applied = 0
+        for flat in state.work.buckets.flats(0):
+            flat.fill_(1.0)
+        before = [flat.clone() for flat in state.work.buckets.flats(0)]
+        state.update("reduced")
+        after = state.work.buckets.flats(0)
+        same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert state.stand().holds == same == (not foreach)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_pass_that_drops_gradients_is_named(exact: bool) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compute(step: int, number: int) -> Tensor:
+        optimizer.zero_grad()
+        return model(torch.ones(2, 1)).sum()
+
+    trainer = open_trainer(model, optimizer, compute, micro_batches=2, exact=exact)
+    if exact:  # Each micro-batch's gradients are kept apart.
+        assert [step.step for step in trainer.steps(2)] == [0, 1]
+        return
+    with pytest.raises(ConfigError, match="micro-batch 1 of step 0 drops the gradients"):
+        list(trainer.steps(2))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -150,6 +150,25 @@ def read_changed(
     return found
 
 
+def read_common(owners: dict[str, Any], born: dict[str, Born]) -> dict[str, dict[str, Any]]:
+    """Return the attributes that have changed, and all tensors and arrays.
+
+    A script may draw the latter at random, without a seed that all ranks have in common.
+    """
+    found = read_changed(owners, born)
+    for path, values in read_changed(owners, {}).items():
+        drawn = {name: value for name, value in values.items() if _has_array(value)}
+        if drawn:
+            found[path] = drawn | found.get(path, {})
+    return found
+
+
+def _has_array(packed: Any) -> bool:
+    if isinstance(packed, tuple | list):
+        return any(map(_has_array, packed))
+    return isinstance(packed, Tensor) or _is_array(packed)
+
+
 def list_large(saved: dict[str, dict[str, Any]]) -> list[str]:
     """Return the attributes that were too large to be kept."""
     return [f"{path}.{n}" for path, values in saved.items() for n in values if values[n] is None]

@@ -53,6 +53,7 @@ from perdure.worker.checkpoint.attributes import (
     load_attributes,
     note_attributes,
     read_changed,
+    read_common,
     read_vars,
 )
 from perdure.worker.checkpoint.modules import (
@@ -192,6 +193,10 @@ class Registry:
     def read_attributes(self, *, placed: bool = False) -> dict[str, dict[str, Any]]:
         """Return the plain attributes that have changed since their owners were registered."""
         return read_changed(self._list_owners(), self.born, placed=placed)
+
+    def read_common(self) -> dict[str, dict[str, Any]]:
+        """Return these, and all tensors and arrays that are plain attributes."""
+        return read_common(self._list_owners(), self.born)
 
     def load_attributes(self, saved: dict[str, dict[str, Any]], only: str = "") -> None:
         """Put such attributes back."""

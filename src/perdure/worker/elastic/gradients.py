@@ -449,9 +449,11 @@ Compute = Callable[[int, int], Tensor]
 class Work(ABC):
     """One member's part of the step under way."""
 
-    def __init__(self, buckets: Buckets, tally: Tally, trees: dict[int, GradientTree]) -> None:
+    def __init__(
+        self, buckets: Buckets, tally: Tally, trees: dict[int, GradientTree], seed: int
+    ) -> None:
         """Have done nothing yet; `trees` are where gradients go in one order, if they do."""
-        self.buckets, self.tally, self._trees = buckets, tally, trees
+        self.buckets, self.tally, self._trees, self._seed = buckets, tally, trees, seed
         self.done: list[int] = []
         """What the gradients contain."""
 
@@ -470,6 +472,10 @@ class Work(ABC):
     @abstractmethod
     def drop_unfinished(self) -> None:
         """Keep what was finished of an attempt, and nothing else."""
+
+    def seed_update(self, step: int, part: object = None) -> None:
+        """Seed the generators for a step's update: members with the same `part` draw alike."""
+        seed_all(derive_seed(self._seed, "update", step, part))
 
     def clear(self) -> None:
         """Begin a step of which nothing is done."""
@@ -499,10 +505,10 @@ class Accumulation(Work):
         Where everyone has the `whole` state, this rank's numbers are sent before its gradients.
         """
         tally = Tally(1, count, riders=buckets.riders if whole else ())
-        super().__init__(buckets, tally, {0: GradientTree(count)} if exact else {})
+        super().__init__(buckets, tally, {0: GradientTree(count)} if exact else {}, seed)
         self._tree = self._trees.get(0)
         self._compute, self._backward = compute, backward
-        self._count, self._seed, self._counts_first = count, seed, whole
+        self._count, self._counts_first = count, whole
         self._me, self._beside = -1, tuple[int, ...]()
         self._todo: list[int] = []
         self._owner: dict[int, int] = {}
@@ -581,7 +587,14 @@ class Accumulation(Work):
             self._begin_reducing(step, group)
             self.buckets.flush()
         seed_all(derive_seed(self._seed, "micro-batch", step, micro_batch))
+        kept = [p for p in self.buckets.params if p.grad is not None]
         loss = self._compute(step, micro_batch)
+        if any(p.grad is None for p in kept):
+            raise ConfigError(
+                f"elastic: micro-batch {micro_batch} of step {step} drops the gradients of those "
+                "before it",
+                hint="call no zero_grad(): perdure drops gradients after each update",
+            )
         if counts:
             self.tally.note(micro_batch, loss)
             if last:

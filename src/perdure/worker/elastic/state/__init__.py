@@ -19,6 +19,7 @@ from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.elastic.commit import FRESH, NO_LINE, Reformation
 from perdure.plan.elastic.shards import ShardReformation
 from perdure.plan.elastic.stage_commit import StageReformation
+from perdure.worker.checkpoint.attributes import load_attributes
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients import Work
 from perdure.worker.elastic.group import Group
@@ -250,12 +251,27 @@ class PartState(State):
                 )
 
     def check_step(self) -> None:
-        """Refuse a model that alters its buffers."""
+        """Refuse a model that alters its buffers, or a loss that uses parameters that are away.
+
+        Raises:
+            ConfigError: it is such a one.
+        """
         self.replica.guard.check()
+        mine = set(self.work.buckets.params)
+        for parameter, (name, _) in self.replica.trained_first.items():
+            if parameter.grad is not None and parameter not in mine:
+                raise ConfigError(
+                    f"elastic: {name} of the script's model got a gradient, and is empty here: "
+                    f"this rank trains a {self.part_name}",
+                    hint="have blocks compute what the loss needs of their parameters, or train "
+                    "the model replicated",
+                )
 
     def update(self, source: Source) -> None:
         """Apply the gradients of this member's part."""
         self.work.buckets.expose(self.applied)
+        self.replica.guard.forget()
+        self.work.seed_update(self.applied, self.replica.held)
         self.replica.update()
         self.applied += 1
         self.line, self.ready = self.ready, NO_LINE
@@ -296,6 +312,24 @@ def read_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str,
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     more = {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
     return {"groups": groups, **more}
+
+
+def name_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules by names that begin with "model"."""
+    return {f"model.{path}".rstrip("."): module for path, module in model.named_modules()}
+
+
+def read_flags(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return which modules evaluate."""
+    return {"evaluating": [p for p, module in name_modules(model).items() if not module.training]}
+
+
+def load_plain(model: torch.nn.Module, plain: Mapping[str, Any]) -> None:
+    """Take over attributes of modules, and which of them evaluate, where these are told."""
+    modules = name_modules(model)
+    load_attributes(modules, plain.get("attributes", {}))
+    for path, module in modules.items() if "evaluating" in plain else ():
+        module.training = path not in plain["evaluating"]
 
 
 def load_settings(

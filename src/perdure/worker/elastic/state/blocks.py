@@ -25,14 +25,25 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Runs, Section, list_blocks
+from perdure.worker.checkpoint.attributes import note_attributes, read_common
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.moving import PARAMETER, find_device
-from perdure.worker.elastic.state import load_settings, read_settings
+from perdure.worker.elastic.state import (
+    load_plain,
+    load_settings,
+    name_modules,
+    read_flags,
+    read_settings,
+)
 from perdure.worker.elastic.state.replicated import (
     AfterUpdate,
     BufferGuard,
+    describe_groups,
+    drop_harmless,
     list_trained,
+    read_plain,
     refuse_loose,
+    refuse_regrouped,
     run_after_update,
 )
 
@@ -59,7 +70,7 @@ class StagedReplica:
         """
         self.blocks = list(blocks)
         self.model = nn.Sequential(*blocks)
-        _refuse_views(self.blocks)
+        refuse_views(self.blocks)
         self.shared = find_shared(self.blocks)
         """Parameter -> the blocks that have it, where these are several."""
         self.homes: dict[tuple[int, str], tuple[int, str]] = {}
@@ -79,6 +90,11 @@ class StagedReplica:
         self.norm = 0.0
         """The norm of all blocks' gradients, by which the next update is clipped."""
         self.runs: Runs = (Section(0, len(self.blocks)),)
+        self._modules = name_modules(self.model)
+        self._born = note_attributes(self._modules)
+        self._groups: dict[str, Any] = {}
+        """The optimizer's settings for each parameter, when it has the whole model."""
+        self.guard = BufferGuard(self.model)
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self.device = find_device(self.model)
         self._anchor = nn.Parameter(torch.zeros(1, device=self.device))
@@ -94,6 +110,11 @@ class StagedReplica:
     def nbytes(self) -> int:
         """Return about what the whole state has."""
         return sum(self.sizes)
+
+    @property
+    def held(self) -> object:
+        """Return the runs of blocks that this member has."""
+        return self.runs
 
     @property
     def mine(self) -> list[int]:
@@ -124,7 +145,11 @@ class StagedReplica:
 
     def plain(self) -> dict[str, Any]:
         """Return what every member has alike."""
-        return read_settings(self.optimizer, self.scheduler)
+        attributes = read_common(self._modules, self._born)
+        return read_settings(self.optimizer, self.scheduler) | {
+            "attributes": drop_harmless(attributes, self.guard.harmless),
+            **read_flags(self.model),
+        }
 
     def state(self) -> dict[str, Any]:
         """Return all that a member with the same blocks has; tensors are not copied."""
@@ -165,13 +190,20 @@ class StagedReplica:
         self.runs = runs
         self._make()
         load_settings(self.optimizer, self.scheduler, plain if plain is not None else before)
+        if plain is not None:
+            load_plain(self.model, plain)
         self.optimizer.state.update(entries)
 
     def _make(self) -> None:
         self.optimizer = self._make_optimizer([*self.parameters, self._anchor])
         refuse_loose(self.optimizer, {*self.names, self._anchor})
+        groups = describe_groups(self.optimizer, self.names)
+        self._groups = self._groups or groups
+        refuse_regrouped(self._groups, groups)
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
+        harmless = self.guard.harmless
         self.guard = BufferGuard(self.model)
+        self.guard.harmless |= harmless
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -182,7 +214,7 @@ class StagedReplica:
         """
         told: dict[Tensor, Any] = {}
         for group in self.optimizer.param_groups:
-            plain = {k: _read_plain(v) for k, v in group.items() if k != "params"}
+            plain = {k: read_plain(v) for k, v in group.items() if k != "params"}
             told |= dict.fromkeys(group["params"], plain)
         mine = [told.get(p) for p, having in self.shared.items() if having == blocks]
         return repr([type(self.optimizer).__name__, *mine])
@@ -195,15 +227,6 @@ class StagedReplica:
         if self.scheduler is not None:
             self.scheduler.step()
         run_after_update(self._after_update, self.model)
-
-
-def _read_plain(value: Any) -> Any:
-    """Return a setting as it reads on every rank alike; of what is no number or word, its kind."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_read_plain(one) for one in value]
-    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def find_shared(blocks: Sequence[nn.Module]) -> dict[Tensor, tuple[int, ...]]:
@@ -233,7 +256,7 @@ def _count_bytes(block: nn.Module) -> int:
     return moments + sum(t.nbytes for t in _list_tensors(block).values())
 
 
-def _refuse_views(blocks: Sequence[nn.Module]) -> None:
+def refuse_views(blocks: Sequence[nn.Module]) -> None:
     """Refuse what is one memory and not one parameter: an update of one is not one of the other."""
     spans: dict[tuple[torch.device, int], list[_Span]] = {}
     for number, block in enumerate(blocks):
@@ -246,14 +269,12 @@ def _refuse_views(blocks: Sequence[nn.Module]) -> None:
     for found in spans.values():
         for at, one in enumerate(found):
             for other in found[:at]:
-                if (
-                    one.block != other.block
-                    and one.tensor is not other.tensor
-                    and max(one.first, other.first) < min(one.stop, other.stop)
+                if one.tensor is not other.tensor and max(one.first, other.first) < min(
+                    one.stop, other.stop
                 ):
                     raise ConfigError(
                         f"elastic: the parameters {other.name} and {one.name} are views of one "
-                        "memory, which blocks on different ranks cannot have in common",
+                        "memory, which ranks that are sent them would not have",
                         hint="share the parameter itself (b.weight = a.weight), or copy it",
                     )
 

@@ -68,6 +68,14 @@ def list_trained(model: nn.Module) -> dict[Tensor, tuple[str, bool]]:
     return {p: (name, p.requires_grad) for name, p in model.named_parameters()}
 
 
+def drop_harmless(found: Mapping[str, dict[str, Any]], harmless: Collection[str]) -> dict[str, Any]:
+    """Return the attributes that are not what passes leave behind."""
+    return {
+        path: {name: value for name, value in one.items() if f"{path}.{name}" not in harmless}
+        for path, one in found.items()
+    }
+
+
 def refuse_loose(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
     """Refuse an optimizer that steps a parameter which is not `known`, or has another one in it.
 
@@ -102,6 +110,47 @@ def refuse_hooks(model: nn.Module) -> None:
                 f"elastic: {name} has a hook on its accumulated gradient, and each member has only "
                 "a part of that",
                 hint="register_hook sees each micro-batch's; clip by clip_norm=",
+            )
+
+
+def describe_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's settings for each of the parameters that have `names`.
+
+    A rate counts by its ratio to the first group's: `perdure set` may have changed all of them.
+    """
+    first = float(optimizer.param_groups[0].get("lr", 0.0)) or 1.0
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        told = {k: read_plain(v) for k, v in group.items() if k not in ("params", "lr", "name")}
+        told["lr"] = f"{float(group.get('lr', 0.0)) / first:.5g}"
+        found |= {names[p]: told for p in group["params"] if p in names}
+    return found
+
+
+def read_plain(value: Any) -> Any:
+    """Return a setting as it reads on every rank alike; of what is no number or word, its kind."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [read_plain(one) for one in value]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def refuse_regrouped(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that gives parameters other settings than it did at first.
+
+    Raises:
+        ConfigError: it chooses them by what a part of the model does not keep.
+    """
+    for name, settings in now.items():
+        if settings != before.get(name, settings):
+            raise ConfigError(
+                f"elastic: the optimizer gives {name} other settings than if it has the whole "
+                "model",
+                hint="choose groups by shape or by an attribute of each parameter, and not by "
+                "its identity or its place in the list",
             )
 
 
@@ -169,15 +218,18 @@ class Replica:
                     hint="set requires_grad in on_step, between two steps",
                 )
 
-    def update(self, *, clipped: bool = False) -> None:
-        """Apply the gradients that the parameters have now.
+    def update(self, *, clipped: bool = False) -> bool:
+        """Apply the gradients that the parameters have now; return whether that altered them.
 
         `clipped` says that they are, and are unscaled: another member has applied them before.
+        An optimizer or a hook of it may alter gradients in place, as `foreach` does for Nesterov.
         """
         if self.scaler is not None:
             self._unscale(done=clipped)
         if self._clip_norm and not clipped:
             nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
+        gradients = [p.grad for p in self.names if p.grad is not None]
+        versions = [gradient._version for gradient in gradients]
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -186,6 +238,7 @@ class Replica:
         if self.scheduler is not None:
             self.scheduler.step()
         run_after_update(self._after_update, self.model)
+        return versions != [gradient._version for gradient in gradients]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what backward is to begin with."""
@@ -222,15 +275,7 @@ class Replica:
             },
             "module": describe_module(self.model),
             "groups": read_groups(self.optimizer, self._name_parameters()),
-            "attributes": self._read_attributes(),
-        }
-
-    def _read_attributes(self) -> dict[str, dict[str, Any]]:
-        """Return the plain attributes that every member has to have."""
-        found = self.registry.read_attributes()
-        return {
-            path: {n: v for n, v in one.items() if f"{path}.{n}" not in self.guard.harmless}
-            for path, one in found.items()
+            "attributes": drop_harmless(self.registry.read_common(), self.guard.harmless),
         }
 
     def list_compared(self) -> dict[str, Any]:
@@ -239,7 +284,7 @@ class Replica:
         named = self._name_parameters().items()
         return {
             "model": dict(unwrap(self.model).named_parameters()),
-            "attributes": self._read_attributes(),
+            "attributes": drop_harmless(self.registry.read_attributes(), self.guard.harmless),
             "buffers": {place.name: place.value for place in kept},
             "optimizer": {name: dict(self.optimizer.state.get(p, {})) for name, p in named},
             "settings": read_settings(self.optimizer, self.scheduler),
@@ -314,6 +359,13 @@ class BufferGuard:
         """Bytes are compared in the step under way."""
         self._places = list_buffers(self._model)
         self._before: dict[str, Any] | None = None
+        self._parameters = {
+            name: p
+            for name, p in self._model.named_parameters()
+            if type(p) is nn.Parameter and p.layout == torch.strided
+        }
+        """Not those of shards: what is gathered for a pass is not what an update alters."""
+        self._held: dict[str, tuple[int, int, str]] = {}
         self._kept: dict[str, Tensor | None] = {}
         """What is not persistent, as it was before the step under way."""
         self.harmless: set[str] = set()
@@ -339,7 +391,11 @@ class BufferGuard:
             all(b.is_cpu for b in buffers)
             and sum(b.nbytes + _SMALL_BYTES // 64 for b in buffers) <= _SMALL_BYTES
         )
-        self._before = self._read()
+        self._before, self._held = self._read(), self._read_parameters()
+
+    def forget(self) -> None:
+        """Forget what was noted: an update was made in the place of the step under way."""
+        self._before = None
 
     def check(self, rerun: Callable[[], Tensor] | None = None) -> None:
         """Refuse the model if the passes since `note` have altered a buffer that is state.
@@ -353,6 +409,7 @@ class BufferGuard:
         before, self._before = self._before, None
         if before is None:
             return
+        self._check_parameters()
         self._check_attributes(rerun)
         if self._steps < _FIRST_STEPS:
             self._places = list_buffers(self._model)
@@ -369,6 +426,31 @@ class BufferGuard:
                 "then not have in common",
                 hint="use GroupNorm or LayerNorm, or track_running_stats=False",
             )
+
+    def _check_parameters(self) -> None:
+        """Refuse the model if its passes have altered a parameter.
+
+        In the first steps the beginning of each is compared; later only torch's count of changes.
+        A parameter may get another place in memory, as an RNN's do on a GPU.
+
+        Raises:
+            ConfigError: each member would alter it by its own micro-batches.
+        """
+        for name, (place, version, begins) in self._read_parameters().items():
+            was = self._held[name]
+            if begins != was[2] or (place == was[0] and version != was[1]):
+                raise ConfigError(
+                    f"elastic: the forward pass alters the parameter {name}, which ranks would "
+                    "then not have in common",
+                    hint="alter it in after_update=; an nn.Embedding's max_norm does so too",
+                )
+
+    def _read_parameters(self) -> dict[str, tuple[int, int, str]]:
+        young = self._steps < _FIRST_STEPS
+        return {
+            name: (p.data_ptr(), p._version, _hash_beginning(p) if young else "")
+            for name, p in self._parameters.items()
+        }
 
     def _check_attributes(self, rerun: Callable[[], Tensor] | None) -> None:
         """Refuse the model if its passes depend on a plain attribute that they alter.
@@ -497,6 +579,10 @@ def list_buffers(model: nn.Module) -> list[Place]:
     ]
 
 
+def _hash_beginning(parameter: Tensor) -> str:
+    return hash_tensors([parameter.detach().reshape(-1)[:_BEGINNING]])
+
+
 def _describe(value: Tensor | None) -> Any:
     return value if value is None else (value.dtype, value.shape, hash_tensors([value]))
 
@@ -518,6 +604,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _EVERY = 100
 """Steps between two comparisons of attributes."""
 _FIRST_STEPS = 4
+_BEGINNING = 1 << 16
+"""Elements of a parameter that are compared."""
 _SMALL_BYTES = 1 << 20
 """Bytes of at most 64 buffers, for each of which some microseconds pass beside."""
 
@@ -599,9 +687,11 @@ class ReplicatedState(Followed):
     def update(self, source: Source) -> None:
         """Apply the gradients that the buffers of this step have."""
         self.work.buckets.expose(self.applied)
-        self.replica.update(clipped=source == "sent")
+        self.replica.guard.forget()
+        self.work.seed_update(self.applied)
+        altered = self.replica.update(clipped=source == "sent")
         self.applied += 1
-        self._holds = source != "followed"
+        self._holds = source != "followed" and not altered
         self.work.clear()
 
     # --- the world ----------------------------------------------------------------------------

@@ -55,18 +55,31 @@ from perdure.plan.elastic.shards import (
     Source,
     decide_shards,
 )
+from perdure.worker.checkpoint.attributes import note_attributes, read_common
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group, ShardGroup
 from perdure.worker.elastic.membership import read_node_name
 from perdure.worker.elastic.moving import PARAMETER, Parts, find_device, move_rows, share_plain
 from perdure.worker.elastic.snapshots import Snapshots
-from perdure.worker.elastic.state import PartState, Taken, load_settings, read_settings
+from perdure.worker.elastic.state import (
+    PartState,
+    Taken,
+    load_plain,
+    load_settings,
+    name_modules,
+    read_flags,
+    read_settings,
+)
+from perdure.worker.elastic.state.blocks import refuse_views
 from perdure.worker.elastic.state.replicated import (
     AfterUpdate,
     BufferGuard,
+    describe_groups,
+    drop_harmless,
     list_buffers,
     list_trained,
     refuse_loose,
+    refuse_regrouped,
     run_after_update,
 )
 
@@ -95,6 +108,8 @@ class Skeleton:
                     f"elastic: the parameter {name} has no dimension to be cut along",
                     hint="give it the shape (1,), or train it replicated",
                 )
+        self._marks = {name: dict(vars(p)) for name, p in model.named_parameters()}
+        """Attributes that the script has given to parameters, such as that weights do not decay."""
         self.lengths = sorted({shape[0] for shape in self.shapes.values()})
         self.device = find_device(model)
         self._options = dict(options)
@@ -137,6 +152,8 @@ class Skeleton:
             for name, shape in self.shapes.items()
         }
         model.load_state_dict(state, strict=False, assign=True)
+        for name, parameter in model.named_parameters():
+            parameter.__dict__.update(self._marks[name])
         for unit in units:
             assert isinstance(unit, FSDPModule)
             unit.set_custom_all_gather(_AllGather(group))
@@ -280,7 +297,14 @@ class ShardedReplica:
         after_update: AfterUpdate | None = None,
     ) -> None:
         """Shard `model`, once `adopt` says how; `options` go to `fully_shard`."""
+        refuse_views([model])
+        _refuse_hooks(model)
         self.skeleton = Skeleton(model, options or {})
+        self._script = read_numbers(model)
+        """Of the script's model, of which shards train a copy."""
+        named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._groups = describe_groups(optimizer(list(named)), named)
+        self._born: dict[str, Any] = {}
         self.trained_first = self._trained_initially = list_trained(model)
         """Of the script's model, and of the newest world's."""
         self.device = self.skeleton.device
@@ -293,6 +317,7 @@ class ShardedReplica:
         self.begun: Callable[[], object] = lambda: None
         """Hears that the first world's optimizer is there, as it was given."""
         self._initial: nn.Module | None = model
+        self._given = model
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._clip_norm, self._after_update = clip_norm, after_update
         self._sharded: dict[str, Any] = {}
@@ -314,6 +339,11 @@ class ShardedReplica:
 
     # --- the state ----------------------------------------------------------------------------
 
+    @property
+    def held(self) -> object:
+        """Return the rows that this member has."""
+        return self.shard
+
     def parts(self) -> Parts:
         """Return this member's rows of everything; tensors are not copied.
 
@@ -331,7 +361,10 @@ class ShardedReplica:
 
     def plain(self) -> dict[str, Any]:
         """Return what every member has alike, and which rows there are."""
-        model = self._initial if self._initial is not None else self.model
+        model = self._initial
+        if model is None:
+            self.follow_script()
+            model = self.model
         plain: dict[str, Any] = {
             "buffers": {name: b.detach().cpu() for name, b in model.named_buffers()},
             "keys": {
@@ -339,6 +372,9 @@ class ShardedReplica:
                 for name, entries in self.parts().items()
             },
         }
+        attributes = read_common(name_modules(model), self._born)
+        plain["attributes"] = drop_harmless(attributes, self.guard.harmless)
+        plain |= read_flags(model)
         if self._initial is None:
             plain |= read_settings(self.optimizer, self.scheduler)
             plain["scalars"] = {
@@ -365,10 +401,17 @@ class ShardedReplica:
             for name, entries in parts.items()
         }
         self._model = self.skeleton.build(group, shard, placed, plain["buffers"], self._take)
+        self._born = note_attributes(name_modules(self.model))
+        load_plain(self.model, plain)
+        if self.shard is None:
+            load_plain(self._given, plain)
+            self._script = read_numbers(self._given)
         self._sharded = dict(self.model.named_parameters())
         self.trained_first = self._trained_initially | list_trained(self.model)
         self.optimizer = self._make_optimizer(list(self._sharded.values()))
-        refuse_loose(self.optimizer, set(self._sharded.values()))
+        names = {p: name for name, p in self._sharded.items()}
+        refuse_loose(self.optimizer, names)
+        refuse_regrouped(self._groups, describe_groups(self.optimizer, names))
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         for name, parameter in self._sharded.items():
             state = dict(plain.get("scalars", {}).get(name, {}))
@@ -389,7 +432,9 @@ class ShardedReplica:
                 initial.data = initial.data.new_empty(0)
         self._initial = None
         self._updated = False
+        harmless = self.guard.harmless
         self.guard = BufferGuard(self.model)
+        self.guard.harmless |= harmless
 
     def release(self) -> None:
         """Free what a broken pass has left gathered, and what torch remembers of the mesh.
@@ -402,6 +447,15 @@ class ShardedReplica:
                 self._model.reset_iter_state()
 
     # --- a step -------------------------------------------------------------------------------
+
+    def follow_script(self) -> None:
+        """Give the model that trains what the script has changed in the one that it gave."""
+        numbers = read_numbers(self._given)
+        for key, value in numbers.items():
+            if self._script.get(key) != value:
+                path, name = key
+                setattr(self.model.get_submodule(path), name, value)
+        self._script = numbers
 
     def backward(self, loss: Tensor, counts: bool) -> None:
         """Add a pass's gradients to those of the stand-ins, if it `counts`.
@@ -468,6 +522,30 @@ class ShardedReplica:
         self._updated = True
 
 
+def read_numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the plain numbers, words, and flags of modules, by module and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse a hook on a gradient: what is gathered for a pass has none.
+
+    Raises:
+        ConfigError: a parameter has one.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise ConfigError(
+                f"elastic: {name} has a hook on its gradient, which a shard would not have",
+                hint="scale what the model computes, or train it replicated",
+            )
+
+
 def _local(value: Tensor) -> Tensor:
     assert isinstance(value, DTensor)
     return value._local_tensor.detach()
@@ -516,6 +594,11 @@ class ShardedState(PartState):
         """This member is of the first copy."""
 
     # --- a step -------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin with what the script has made of the model since the step before."""
+        self.replica.follow_script()
+        super().begin_step()
 
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.backward(loss, counts)
@@ -610,6 +693,7 @@ class ShardedState(PartState):
         plain = replica.plain()
         kept = {place.name for place in list_buffers(replica.model) if not place.transient}
         plain["buffers"] = {n: b for n, b in plain["buffers"].items() if n in kept}
+        del plain["attributes"]
         return {rows: {rows: replica.parts()}, "settings": plain}
 
     # --- what outlives a loss -----------------------------------------------------------------

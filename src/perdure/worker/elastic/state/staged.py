@@ -84,11 +84,11 @@ class Passing(Work):
         """Have no blocks yet, and nothing to do."""
         more = len(replica.places)  # Norms of reduced gradients, in the model's order.
         tally = Tally(len(replica.blocks), count, more=more)
-        super().__init__(Buckets((), bucket_bytes, sets=1), tally, {})
+        super().__init__(Buckets((), bucket_bytes, sets=1), tally, {}, seed)
         self.layout = Layout((), ())
         """Who has which blocks in the newest world."""
         self._replica, self._load, self._loss = replica, load, loss
-        self._count, self._seed, self._exact = count, seed, exact
+        self._count, self._exact = count, exact
         self._bucket_bytes, self._recompute = bucket_bytes, recompute
         self._schedule, self._device = schedule, device
         self._fitted: Runs = ()
@@ -525,7 +525,8 @@ class StagedState(PartState, Followed):
         replica = self.replica
         runs = " ".join(f"{first}-{stop}" for first, stop in replica.runs)
         blocks = {f"block {b}": {"block": {b: replica.state_of(b)}} for b in replica.mine}
-        return {**blocks, f"settings of blocks {runs}": {"settings": replica.plain()}}
+        plain = {k: v for k, v in replica.plain().items() if k != "attributes"}
+        return {**blocks, f"settings of blocks {runs}": {"settings": plain}}
 
     # --- what outlives a loss -----------------------------------------------------------------
 

@@ -1,0 +1,140 @@
+"""Shards and stages train what a plain loop trains, or name what they cannot have."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor, nn
+
+from perdure.model.errors import ConfigError
+from perdure.plan.elastic.stages import Section
+from perdure.worker.elastic.gradients import Accumulation, Buckets
+from perdure.worker.elastic.state import load_plain
+from perdure.worker.elastic.state.blocks import StagedReplica
+from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
+from perdure.worker.elastic.state.sharded import ShardedReplica
+
+pytestmark = pytest.mark.torch
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.heat, self.table = nn.Linear(2, 2), 1.0, torch.zeros(2)
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make_by_place(parameters: Any) -> torch.optim.Optimizer:
+    several = list(parameters)
+    groups = [{"params": several[:2], "lr": 0.3}, {"params": several[2:]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def make_by_shape(parameters: Any) -> torch.optim.Optimizer:
+    several = list(parameters)
+    weights = [p for p in several if p.ndim > 1]
+    rest = [p for p in several if p.ndim <= 1]
+    return torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": rest}], lr=0.1)
+
+
+def test_a_stage_s_optimizer_that_chooses_by_place_is_named() -> None:
+    blocks = [Block(), Block()]
+    StagedReplica(blocks, make_by_shape).adopt((Section(1, 2),), {}, None)
+    replica = StagedReplica(blocks, make_by_place)
+    with pytest.raises(ConfigError, match=r"gives 1\.linear\.\w+ other settings"):
+        replica.adopt((Section(1, 2),), {}, None)
+
+
+def test_a_stage_takes_over_attributes_and_flags() -> None:
+    one, other = (StagedReplica([Block(), Block()], make_sgd) for _ in range(2))
+    one.blocks[1].heat, one.blocks[1].table = 0.5, torch.ones(2)
+    one.blocks[0].eval()
+    plain = pickle.loads(pickle.dumps(one.plain()))
+    other.adopt((Section(1, 2),), {1: one.state_of(1)}, plain)
+    assert other.blocks[1].heat == 0.5
+    assert torch.equal(other.blocks[1].table, torch.ones(2))
+    assert [block.training for block in other.blocks] == [False, True]
+
+
+def test_members_have_the_tensors_that_a_script_drew_at_random() -> None:
+    """Random features without a common seed, as a plain attribute; a number is each rank's own."""
+    one, other = Block(), Block()
+    one.table, one.heat = torch.ones(2), 0.5
+    first, second = (Replica(block, make_sgd(block.parameters())) for block in (one, other))
+    second.load(first.state())
+    assert torch.equal(other.table, torch.ones(2))
+    assert other.heat == 1.0
+    staged = StagedReplica([one], make_sgd)
+    fresh = StagedReplica([Block()], make_sgd)
+    load_plain(fresh.model, staged.plain())
+    assert torch.equal(fresh.blocks[0].table, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda block: ShardedReplica(nn.Sequential(block), make_sgd),
+        lambda block: StagedReplica([block, Block()], make_sgd),
+    ],
+)
+def test_views_of_one_memory_are_named(make: Callable[[nn.Module], Any]) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.other.weight.data = self.one.weight.data
+
+    with pytest.raises(ConfigError, match="are views of one memory"):
+        make(Tied())
+
+
+def test_a_hook_on_a_gradient_is_named_for_shards() -> None:
+    model = nn.Sequential(Block())
+    model[0].linear.weight.register_hook(lambda gradient: gradient * 0.1)
+    with pytest.raises(ConfigError, match=r"0\.linear\.weight has a hook on its gradient"):
+        ShardedReplica(model, make_sgd)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_members_draw_alike_in_an_update(place: int) -> None:
+    """karpathy/llm.c#597: an optimizer rounds at random, on each rank in its own way."""
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(torch.randn_like(p))
+
+    found = []
+    for member in range(2):
+        torch.manual_seed(5)
+        model = nn.Linear(2, 2)
+        replica = Replica(model, Noisy(model.parameters(), lr=0.1))
+        compute: Callable[[int, int], Tensor] = lambda step, number: torch.zeros(())  # noqa: E731
+        state = ReplicatedState(replica, compute, count=1, seed=0, exact=False)
+        state.applied = place
+        torch.manual_seed(member)
+        state.update("reduced")
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_another_part_draws_other_numbers() -> None:
+    work = Accumulation(
+        lambda step, number: torch.zeros(()), lambda loss, counts: None, Buckets((), 1), count=1,
+        seed=0, exact=False, whole=False,
+    )  # fmt: skip
+    drawn = []
+    for part in ("rows 0", "rows 1", "rows 0"):
+        work.seed_update(3, part)
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[2] != drawn[1]
