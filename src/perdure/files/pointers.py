@@ -189,8 +189,8 @@ def _find_copied(folder: str, data: bytes, inner: str) -> str:
 def _read_links(path: str) -> Iterator[_Pointer]:
     """Yield the links beside a checkpoint.
 
-    One that leads to nothing is broken if it is the newest one by its name, and if what it leads to
-    was in this folder, or is. Links of several ranks lead to a file each.
+    A link that leads to nothing is broken on two conditions. It is the newest by its name, and its
+    target was or is in this folder. Links of several ranks lead to a file each.
     """
     folder, name = os.path.split(path)
     links: list[str] = []
