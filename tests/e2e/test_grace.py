@@ -15,6 +15,7 @@ SAVES = """
 import os, signal, time
 rank = os.environ["RANK"]
 def save(*_):
+    began = time.monotonic()
     while not os.path.exists("go"):
         time.sleep(0.05)
     open(f"saved-{rank}", "w").close()
@@ -24,6 +25,8 @@ print("handler", rank, flush=True)
 while True:
     time.sleep(0.05)
 """
+WINDOW_S = 60
+SAVE_ENDS = f"time.monotonic() < began + {0.8 * WINDOW_S}"
 IGNORES = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -83,3 +86,28 @@ def test_a_script_that_saves_itself_is_told_of_a_preemption(
     job.wait_until(lambda: job.state().get("state") == "running", "a world that trains")
     job.cli("stop", "grace")
     assert job.wait() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("why", ["signal", "pod", "notice"])
+def test_a_save_of_80_percent_of_the_window_is_complete(
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """A pod's grace is read from its environment; on a real Slurm: tests/platforms."""
+    if why == "pod":
+        monkeypatch.setenv("PERDURE_POD_GRACE_S", str(WINDOW_S))
+    (tmp_path / "train.py").write_text(SAVES.replace('not os.path.exists("go")', SAVE_ENDS))
+    grace = f"[restart]\ngrace_s = {WINDOW_S}.0\n" if why == "signal" else ""
+    notices = '[preemption]\nfile = "gone"\nlead_s = 900.0\n' if why == "notice" else ""
+    (tmp_path / "job.toml").write_text(f'script = "train.py"\nnproc = 2\n{grace}{notices}')
+    job = start("grace", "-c", "job.toml")
+    job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
+    job.wait_state("running")
+    if why == "notice":
+        (tmp_path / "gone").write_text(f"{WINDOW_S} drill")
+        for rank in range(2):
+            saved = tmp_path / f"saved-{rank}"
+            job.wait_until(saved.exists, f"the save of rank {rank}")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    assert [(tmp_path / f"saved-{rank}").exists() for rank in range(2)] == [True, True], job.text()
