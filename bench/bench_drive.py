@@ -22,9 +22,9 @@ from typing import Any
 from stamp import ROOT, stamp
 from sweep import sweep_after_me
 
-from perdure.lab.live.ledger import count_committed, find_longest_gap
-from perdure.lab.live.live import Act, Schedule, play, wait_ready
-from perdure.lab.live.systems import Torchrun, choose_grid
+from perdure_lab.live.ledger import count_committed, find_longest_gap
+from perdure_lab.live.live import Act, Schedule, play, wait_ready
+from perdure_lab.live.systems import Torchrun, choose_grid
 
 BLOCKS, MICRO_BATCHES, BATCH, STAGES = 6, 8, 32, 2
 """Of the model, and of a step: its micro-batches and samples."""

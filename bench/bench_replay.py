@@ -33,12 +33,12 @@ import msgspec
 from stamp import ROOT, name_commit, stamp
 from sweep import sweep_after_me
 
-from perdure.cli.trace import load_trace, prepare
-from perdure.lab.policies.policies import POLICIES, apply_costs
-from perdure.lab.policies.throughput import Shape, Throughput
-from perdure.lab.report import MeasuredCosts, Physics, ReplayResult
-from perdure.lab.simulation.compare import compare
-from perdure.lab.traces.transform import cut
+from perdure_lab.cli.trace import load_trace, prepare
+from perdure_lab.policies.policies import POLICIES, apply_costs
+from perdure_lab.policies.throughput import Shape, Throughput
+from perdure_lab.report import MeasuredCosts, Physics, ReplayResult
+from perdure_lab.simulation.compare import compare
+from perdure_lab.traces.transform import cut
 
 STATE_BYTES = 3.2e6
 TRIES = 2

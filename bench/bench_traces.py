@@ -5,7 +5,7 @@
 
 The first column of systems is perdure where a whole node vanishes, on GPUs: its costs are assumed,
 as the others' are, and each cell is `likely (worst to best)`: everything at what is likely, and at
-the ends of what is known of it (`RANGES` in `lab/policies/policies.py`; `--sources` prints them).
+the ends of what is known of it (`RANGES` in `lab/src/perdure_lab/policies/policies.py`; `--sources` prints them).
 The last, *exit*, is perdure as it was measured, where a process ends on a CPU: no peer of the
 others. Figures do not depend on the machine's load.
 
@@ -26,22 +26,22 @@ from blind_plan import find_blind_plan
 from policy_ranges import RANGES, take_end
 from stamp import stamp
 
-from perdure.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
-from perdure.lab.policies.policies import (
+from perdure_lab.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
+from perdure_lab.policies.policies import (
     ENDED_PROCESS,
     POLICIES,
     Policy,
     apply_costs,
     change_policy,
 )
-from perdure.lab.policies.throughput import Throughput
-from perdure.lab.report import Physics
-from perdure.lab.simulation.compare import compare, derive_online_costs, sweep_communicator
-from perdure.lab.simulation.engine import Replay
-from perdure.lab.traces import AvailabilityTrace, list_intervals
-from perdure.lab.traces.figures import draw_victims
-from perdure.lab.traces.formats import add_quiet
-from perdure.lab.traces.transform import announce, delay, scale_to, speed_up
+from perdure_lab.policies.throughput import Throughput
+from perdure_lab.report import Physics
+from perdure_lab.simulation.compare import compare, derive_online_costs, sweep_communicator
+from perdure_lab.simulation.engine import Replay
+from perdure_lab.traces import AvailabilityTrace, list_intervals
+from perdure_lab.traces.figures import draw_victims
+from perdure_lab.traces.formats import add_quiet
+from perdure_lab.traces.transform import announce, delay, scale_to, speed_up
 from perdure.model.errors import ConfigError
 
 

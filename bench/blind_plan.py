@@ -1,15 +1,15 @@
 """What can be expected of who knows a whole trace but which nodes leave (U2").
 
 A mean over who leaves, for `bench_traces.py`: how much less than hindsight nobody can avoid who is
-not told. The exact oracles are in `perdure.lab.policies.oracle`, with what a change earns.
+not told. The exact oracles are in `perdure_lab.policies.oracle`, with what a change earns.
 """
 
 from collections.abc import Sequence
 from math import comb
 
-from perdure.lab.policies.oracle import NEVER, STOPPED, ChangeCosts, State, Step
-from perdure.lab.policies.throughput import Throughput
-from perdure.lab.traces import Interval
+from perdure_lab.policies.oracle import NEVER, STOPPED, ChangeCosts, State, Step
+from perdure_lab.policies.throughput import Throughput
+from perdure_lab.traces import Interval
 
 
 def find_blind_plan(intervals: Sequence[Interval], table: Throughput, costs: ChangeCosts) -> float:

@@ -1,10 +1,10 @@
-"""The low and the high end of each cost that the policies of `perdure.lab` assume."""
+"""The low and the high end of each cost that the policies of `perdure_lab` assume."""
 
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from perdure.lab.policies.policies import Policy, change_policy
+from perdure_lab.policies.policies import Policy, change_policy
 
 
 class Range(NamedTuple):

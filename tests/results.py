@@ -1,7 +1,7 @@
 """A drill's card and a replay's result, as these leave them."""
 
-from perdure.lab.drill.card import Card, FaultRow
-from perdure.lab.report import ReplayResult, ReplayRow
+from perdure.drill.card import Card, FaultRow
+from perdure_lab.report import ReplayResult, ReplayRow
 from perdure.model.report import ACCOUNTS
 
 CARD = Card(

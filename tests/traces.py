@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode
 
 
 @st.composite

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perdure.lab.live.paced import SAMPLES, Cut, train_cut
+from perdure_lab.live.paced import SAMPLES, Cut, train_cut
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "gpt")]

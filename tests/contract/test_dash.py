@@ -31,7 +31,7 @@ from perdure.cli.page.door import Access, Door, Role, Way
 from perdure.cli.page.reading import JobReading
 from perdure.cli.page.runs import name_run
 from perdure.failpoints import SWITCH
-from perdure.lab.results import KeptDrill, KeptReplay, keep_result
+from perdure_lab.results import KeptDrill, KeptReplay, keep_result
 from perdure.model.events import OperatorNoted, VerdictReached
 from perdure.model.verdicts import Culprit, Verdict
 from tests.journals import Story, tell

@@ -12,9 +12,9 @@ from tests.simulator import Scenario, Weather
 from tests.simulator.elastic import ElasticSimulation
 from tests.traces import traces
 
-from perdure.lab.live.live import Schedule, plan_schedule
-from perdure.lab.traces import AvailabilityTrace, list_intervals
-from perdure.lab.traces.transform import speed_up
+from perdure_lab.live.live import Schedule, plan_schedule
+from perdure_lab.traces import AvailabilityTrace, list_intervals
+from perdure_lab.traces.transform import speed_up
 
 STEPS = 200
 _TRAINS_S = 3.0

@@ -16,15 +16,15 @@ from tests.examples import examples
 from tests.traces import traces
 from tests.waiting import PATIENCE_S
 
-from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
-from perdure.lab.policies.policies import POLICIES, Phases
-from perdure.lab.policies.throughput import Shape, Throughput, make_linear, make_pipeline
-from perdure.lab.report import Physics
-from perdure.lab.simulation.compare import compare, derive_online_costs
-from perdure.lab.simulation.engine import Replay
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
-from perdure.lab.traces.nouns import Builder
-from perdure.lab.traces.transform import announce
+from perdure_lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
+from perdure_lab.policies.policies import POLICIES, Phases
+from perdure_lab.policies.throughput import Shape, Throughput, make_linear, make_pipeline
+from perdure_lab.report import Physics
+from perdure_lab.simulation.compare import compare, derive_online_costs
+from perdure_lab.simulation.engine import Replay
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
+from perdure_lab.traces.nouns import Builder
+from perdure_lab.traces.transform import announce
 
 ALL = list(POLICIES.values())
 

@@ -16,17 +16,17 @@ from perdure.cli.page.keeping import keep
 from perdure.cli.platforms.profiles import Host
 from perdure.cli.running.options import RunOptions
 from perdure.cli.speech.say import Json, Width, Yes, answer, note, write_asked
-from perdure.lab.drill.planning import FAULTS
+from perdure.drill.planning import FAULTS
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from perdure.lab.drill.boxes import Surroundings
-    from perdure.lab.drill.card import Card
-    from perdure.lab.drill.planning import DrillWish
-    from perdure.lab.drill.rehearsal import Say
+    from perdure_lab.drill.boxes import Surroundings
+    from perdure.drill.card import Card
+    from perdure.drill.planning import DrillWish
+    from perdure.drill.rehearsal import Say
     from perdure.model.job import JobSpec
     from perdure.model.platforms.launching import Plan
     from perdure.model.platforms.profile import Profile
@@ -87,7 +87,7 @@ def drill(
     the repeated steps, and compares losses with an undisturbed run. The cost is shown before.
     Ctrl-C ends it, and leaves nothing.
     """
-    from perdure.cli.trace import check_writable, show_play
+    from perdure_lab.cli.trace import check_writable, show_play
 
     request = Request(job, parse_budget(budget), seed, fault or list(FAULTS), nodes,
                       writable or [], not unconfined, {})  # fmt: skip
@@ -102,8 +102,8 @@ def drill(
     if site.forbidden is not None:
         raise site.forbidden
     confirm(site.told, yes=yes)
-    from perdure.lab.drill.screens import make_card_document, render_card
-    from perdure.lab.results import KeptDrill
+    from perdure.drill.screens import make_card_document, render_card
+    from perdure_lab.results import KeptDrill
 
     with show_play("drill") as bar:
         card = site.drill(bar.say)
@@ -179,7 +179,7 @@ def look_here(request: Request) -> Site:
     """
     from functools import partial
 
-    from perdure.lab.drill.here import drill as drill_here
+    from perdure.drill.here import drill as drill_here
 
     wish = make_wish(request)
     told, forbidden = describe_cost(wish), check_confinement(confined=request.confined)
@@ -199,10 +199,10 @@ def look_at_boxes(request: Request, on: str, host: str | None) -> Site:
     from perdure.adapters.confinement import ABI_MIN
     from perdure.cli.platforms.launch import check_launch, make_launch_spec
     from perdure.cli.platforms.profiles import choose_profile, here
-    from perdure.lab.drill import boxes
-    from perdure.lab.drill.isolation import check_drillable, isolate_elsewhere
-    from perdure.lab.drill.onbox import Kept
-    from perdure.lab.drill.planning import DrillWish, keep_first, plan_acts
+    from perdure_lab.drill import boxes
+    from perdure.drill.isolation import check_drillable, isolate_elsewhere
+    from perdure.drill.onbox import Kept
+    from perdure.drill.planning import DrillWish, keep_first, plan_acts
 
     place = here()
     profile = choose_profile(on, host, place.home).profile
@@ -266,8 +266,8 @@ def _describe_boxes(
 ) -> list[str]:
     """Return what a drill on boxes will cost, what it touches, and what is not held back."""
     from perdure.adapters.confinement import ABI_MIN, ABI_TRUNCATE
-    from perdure.lab.drill.isolation import list_changes
-    from perdure.lab.drill.onbox import LEASE_S
+    from perdure.drill.isolation import list_changes
+    from perdure.drill.onbox import LEASE_S
     from perdure.launch.ssh.check import measure_project
 
     spec, hosts, overrides = wish.spec, [each.host for each in around], profile.overrides
@@ -334,8 +334,8 @@ def make_wish(request: Request) -> "DrillWish":
     import msgspec
 
     from perdure.cli.running.jobspec import check_job, make_spec
-    from perdure.lab.drill.isolation import check_drillable
-    from perdure.lab.drill.planning import DrillWish, plan_acts
+    from perdure.drill.isolation import check_drillable
+    from perdure.drill.planning import DrillWish, plan_acts
 
     job, budget_s, seed, names, nodes, writable, confined, changed = request
     for path in writable:
@@ -398,8 +398,8 @@ def describe_cost(wish: "DrillWish") -> list[str]:
     """
     import shutil
 
-    from perdure.lab.drill.copies import check_size, list_links
-    from perdure.lab.drill.isolation import list_changes
+    from perdure.drill.copies import check_size, list_links
+    from perdure.drill.isolation import list_changes
 
     spec = wish.spec
     size = check_size(

@@ -116,9 +116,9 @@ def test_what_a_command_imports_is_bounded(line: str) -> None:
 def test_a_command_that_a_notebook_does_not_carry_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "perdure.lab", None)
+    monkeypatch.setitem(sys.modules, "perdure_lab", None)
     for name in [
-        name for name in sys.modules if name.startswith(("perdure.cli.drive", "perdure.lab."))
+        name for name in sys.modules if name.startswith(("perdure_lab.cli.drive", "perdure_lab."))
     ]:
         monkeypatch.delitem(sys.modules, name)
     assert run_command(["trace", "show", "x"]) == 3

@@ -13,7 +13,7 @@ import pytest
 from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.cli.speech.unread import UnreadStream
-from perdure.cli.trace import show_play
+from perdure_lab.cli.trace import show_play
 
 
 class Pipe:

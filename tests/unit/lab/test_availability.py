@@ -2,8 +2,8 @@
 
 import pytest
 
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
-from perdure.lab.traces.figures import (
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
+from perdure_lab.traces.figures import (
     AvailabilityModel,
     describe_availability,
     draw_victims,

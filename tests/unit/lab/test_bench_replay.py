@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 from tests.waiting import PATIENCE_S
 
-from perdure.cli.trace import load_trace, prepare
-from perdure.lab.live.ledger import Run
-from perdure.lab.live.live import Played
-from perdure.lab.live.session import Reference, Wish, compare_played
-from perdure.lab.policies.throughput import Shape, Throughput
-from perdure.lab.report import MadeStep
+from perdure_lab.cli.trace import load_trace, prepare
+from perdure_lab.live.ledger import Run
+from perdure_lab.live.live import Played
+from perdure_lab.live.session import Reference, Wish, compare_played
+from perdure_lab.policies.throughput import Shape, Throughput
+from perdure_lab.report import MadeStep
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 BENCH = [sys.executable, str(ROOT / "bench" / "bench_replay.py"), "--table"]

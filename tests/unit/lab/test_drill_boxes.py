@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.lab.test_drill_job import make_row, make_snapshot
+from tests.unit.drill.test_drill_job import make_row, make_snapshot
 from tests.waiting import PATIENCE_S, wait_until
 
-from perdure.lab.drill import onbox
-from perdure.lab.drill.boxes import REMOVE, give_order, name_run, plan_run
-from perdure.lab.drill.onbox import Kept
-from perdure.lab.drill.planning import FAULTS, Act, keep_first, plan_acts
-from perdure.lab.drill.rehearsal import aim
+from perdure.drill import onbox
+from perdure_lab.drill.boxes import REMOVE, give_order, name_run, plan_run
+from perdure.drill.onbox import Kept
+from perdure.drill.planning import FAULTS, Act, keep_first, plan_acts
+from perdure.drill.rehearsal import aim
 from perdure.launch.catalog import load_profile, overlay
 from perdure.launch.channel import Channel, Done
 from perdure.launch.wheel import read_program
@@ -52,7 +52,7 @@ def test_all_of_a_start_is_below_its_own_name() -> None:
         assert f'export JOB_DIR="$DATA_DIR/{folder}"\n' in env
         assert f'export CRED_FILE="$HOME/.perdure-credentials-{folder}"\n' in env
         command = json.loads(each.files["settings.json"])["command"]
-        assert command[:5] == ["$PERDURE_PYTHON", "-P", "-m", "perdure.lab.drill.onbox", "keep"]
+        assert command[:5] == ["$PERDURE_PYTHON", "-P", "-m", "perdure.drill.onbox", "keep"]
         assert command[5:10] == ["$PERDURE_PYTHON", "-P", "-m", "perdure", before]
         assert json.loads(each.files["drill.json"])["confined"] is True
         assert "relaunch.sh" not in each.files, "a reboot brings no drill back"
@@ -360,7 +360,7 @@ def test_a_job_that_nobody_asks_after_is_ended_and_removed(
 
 def test_the_program_that_asks_a_kernel_for_landlock_runs_by_itself() -> None:
     from perdure.adapters.confinement import read_abi
-    from perdure.lab.drill.boxes import render_probe
+    from perdure_lab.drill.boxes import render_probe
 
     done = subprocess.run(["python3", "-I", "-"], input=render_probe(), capture_output=True,
                           text=True, timeout=PATIENCE_S)  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.unit.lab.test_replay_play import ACTS
 
-from perdure.lab.live.driving import (
+from perdure_lab.live.driving import (
     DriveWish,
     _scale,
     _sweep,
@@ -19,13 +19,13 @@ from perdure.lab.live.driving import (
     read_worlds,
     tell_enough,
 )
-from perdure.lab.live.fleets.fleet import Node
-from perdure.lab.live.ledger import Run
-from perdure.lab.live.live import Played, plan_schedule
-from perdure.lab.live.systems import StatusTrail, choose_grid
-from perdure.lab.report import MadeStep
-from perdure.lab.screens import render_schedule
-from perdure.lab.traces import read_trace
+from perdure_lab.live.fleets.fleet import Node
+from perdure_lab.live.ledger import Run
+from perdure_lab.live.live import Played, plan_schedule
+from perdure_lab.live.systems import StatusTrail, choose_grid
+from perdure_lab.report import MadeStep
+from perdure_lab.screens import render_schedule
+from perdure_lab.traces import read_trace
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.events import (
     GenerationStepping,

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from tests.waiting import PATIENCE_S
 
-from perdure.lab.live.driving import DriveWish, _tell
-from perdure.lab.live.fleets.boxes import BoxFleet
-from perdure.lab.live.fleets.elsewhere import JobElsewhere
-from perdure.lab.live.fleets.local import LocalFleet
-from perdure.lab.live.fleets.pods import PodFleet
-from perdure.lab.live.ledger import cut_ledger
-from perdure.lab.live.live import Act, Schedule, play
-from perdure.lab.live.systems import Driven
-from perdure.lab.traces import read_trace
+from perdure_lab.live.driving import DriveWish, _tell
+from perdure_lab.live.fleets.boxes import BoxFleet
+from perdure_lab.live.fleets.elsewhere import JobElsewhere
+from perdure_lab.live.fleets.local import LocalFleet
+from perdure_lab.live.fleets.pods import PodFleet
+from perdure_lab.live.ledger import cut_ledger
+from perdure_lab.live.live import Act, Schedule, play
+from perdure_lab.live.systems import Driven
+from perdure_lab.traces import read_trace
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnreachedError

@@ -4,11 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from perdure.lab.live.fleets.leftovers import note_submitted, tell_left
+from perdure_lab.live.fleets.leftovers import note_submitted, tell_left
 
 DRIVES = (
     "import sys, time\n"
-    "from perdure.lab.live.fleets.leftovers import note_submitted\n"
+    "from perdure_lab.live.fleets.leftovers import note_submitted\n"
     "note_submitted(sys.argv[1], 'gpt-drive-1', 'login', ('12', '13'))\n"
     "print('there', flush=True)\n"
     "time.sleep(3600)\n"

@@ -6,12 +6,12 @@ import pytest
 from bench.policy_ranges import RANGES, take_end
 from msgspec.structs import replace
 
-from perdure.lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
-from perdure.lab.policies.policies import ENDED_PROCESS, POLICIES, Policy
-from perdure.lab.policies.throughput import Shape, Throughput, make_linear
-from perdure.lab.report import Physics
-from perdure.lab.simulation.engine import Outcome, Replay
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
+from perdure_lab.policies.oracle import ChangeCosts, compute_area, score_best_plan
+from perdure_lab.policies.policies import ENDED_PROCESS, POLICIES, Policy
+from perdure_lab.policies.throughput import Shape, Throughput, make_linear
+from perdure_lab.report import Physics
+from perdure_lab.simulation.engine import Outcome, Replay
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
 
 GRID = Throughput(
     "grid",

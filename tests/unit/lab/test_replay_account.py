@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.lab.live.ledger import (
+from perdure_lab.live.ledger import (
     Run,
     close_ledger,
     count_changes,
@@ -14,11 +14,11 @@ from perdure.lab.live.ledger import (
     measure_costs,
     refresh_rates,
 )
-from perdure.lab.live.live import Played
-from perdure.lab.live.session import Reference, Say, Wish, compare_played, measure_again
-from perdure.lab.policies.throughput import Shape, Throughput
-from perdure.lab.report import MadeStep
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
+from perdure_lab.live.live import Played
+from perdure_lab.live.session import Reference, Say, Wish, compare_played, measure_again
+from perdure_lab.policies.throughput import Shape, Throughput
+from perdure_lab.report import MadeStep
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.model.errors import PlatformError
 from perdure.model.report import ACCOUNTS, Recovery
 

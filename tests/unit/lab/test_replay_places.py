@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tests.waiting import PATIENCE_S, wait_until
 
-from perdure.cli.trace import hear_stop
+from perdure_lab.cli.trace import hear_stop
 from perdure.files import is_locked
-from perdure.lab.live.fleets.local import Gates, kill_nodes
-from perdure.lab.live.session import NODES_MAX, check_rising, check_trace
-from perdure.lab.policies.throughput import Shape, Throughput
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
+from perdure_lab.live.fleets.local import Gates, kill_nodes
+from perdure_lab.live.session import NODES_MAX, check_rising, check_trace
+from perdure_lab.policies.throughput import Shape, Throughput
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.service.jobfiles import Parts, write_document
 from perdure.service.jobfolders import paths_of

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from perdure.lab.live.live import Act, Schedule, play
-from perdure.lab.report import MadeStep
+from perdure_lab.live.live import Act, Schedule, play
+from perdure_lab.report import MadeStep
 
 
 class Trail:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from tests.traces import traces
 
-from perdure.lab.live.live import Act, plan_schedule
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
+from perdure_lab.live.live import Act, plan_schedule
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals
 
 
 def make(*nodes: tuple[str, tuple[tuple[float, float | None, float], ...]]) -> AvailabilityTrace:

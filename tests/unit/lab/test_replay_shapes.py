@@ -1,7 +1,7 @@
 """The shapes of a pipelined world in the course of a replay, as its journal has them."""
 
-from perdure.lab.live.live import read_formed_shapes
-from perdure.lab.report import FormedShape
+from perdure_lab.live.live import read_formed_shapes
+from perdure_lab.report import FormedShape
 from perdure.model.events import JournalEntry, WorldReformed
 
 

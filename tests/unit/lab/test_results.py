@@ -19,8 +19,8 @@ from tests.waiting import PATIENCE_S
 from perdure.cli.app import run_command
 from perdure.cli.page.results import OTHERS_MAX, PAGE_MAX, Results
 from perdure.failpoints import SWITCH, switch
-from perdure.lab.drill.card import Card
-from perdure.lab.results import (
+from perdure.drill.card import Card
+from perdure_lab.results import (
     FILES_MAX,
     KEPT_MAX,
     SIZE_MAX,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.lab.policies.throughput import Shape, shape_of, tabulate
+from perdure_lab.policies.throughput import Shape, shape_of, tabulate
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import read_profile
 from perdure.model.planning.world import Stage, World, make_devices

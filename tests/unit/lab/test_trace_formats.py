@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from tests.traces import traces
 
-from perdure.lab.traces import (
+from perdure_lab.traces import (
     FORMATS,
     AvailabilityTrace,
     Stay,
@@ -14,7 +14,7 @@ from perdure.lab.traces import (
     list_intervals,
     read_trace,
 )
-from perdure.lab.traces.formats import DAY_S, add_quiet
+from perdure_lab.traces.formats import DAY_S, add_quiet
 from perdure.model.errors import ConfigError
 
 EVENTS = "0,add,a\r\n0,add,b\n60000,remove,b\r\n90000,add,c\r\n"

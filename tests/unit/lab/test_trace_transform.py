@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.traces import traces
 
-from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals, read_trace
-from perdure.lab.traces.transform import announce, coalesce, scale_to, speed_up
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode, list_intervals, read_trace
+from perdure_lab.traces.transform import announce, coalesce, scale_to, speed_up
 
 BURST = "0,add,a\n0,add,b\n10000,remove,a\n12000,add,c\n13000,remove,c\n14000,add,d\n99000,add,e\n"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perdure.cli.adopting.edits import Change
     from perdure.cli.adopting.jobfile import Project
     from perdure.cli.adopting.script import Reading, Script
-    from perdure.lab.drill.card import Card
+    from perdure.drill.card import Card
 
 JOB_FILE = "job.toml"
 _KINDS = {
@@ -95,7 +95,7 @@ def init(
         return 0
     if not as_json:
         print(told, flush=True)
-    from perdure.lab.drill.screens import render_card
+    from perdure.drill.screens import render_card
 
     card = try_script(path, project, job_file, change.text or text, budget)
     document["trial"] = msgspec.to_builtins(card)
@@ -143,7 +143,7 @@ def try_script(path: Path, project: "Project", job: Path, text: str, budget_s: f
     """
     from perdure.adapters.confinement import can_confine
     from perdure.cli.drill import Request, look_here
-    from perdure.cli.trace import show_play
+    from perdure_lab.cli.trace import show_play
 
     confined = can_confine()
     changed = {path.parent.resolve() / path.name: text}

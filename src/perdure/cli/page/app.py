@@ -55,7 +55,7 @@ from perdure.cli.page.runs import Snapshots
 from perdure.dash.page import read_style, render_html
 from perdure.dash.sections import BEAT_S, SAVED, Asked, Picture, list_marks, render, render_section
 from perdure.dash.svg import thin
-from perdure.lab.results import KEPT_MAX, TOTAL_MAX, is_result
+from perdure.service.results import KEPT_MAX, TOTAL_MAX, is_result
 from perdure.model.errors import PerdureError
 from perdure.model.report import Snapshot
 from perdure.service.jobfolders import list_jobs

@@ -7,12 +7,12 @@ from perdure.model.errors import PerdureError
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
-    from perdure.lab.results import Result
+    from perdure_lab.results import Result
 
 
 def keep(result: "Result") -> None:
     """Keep a result; where that cannot be, say so, and hold up nothing."""
-    from perdure.lab.results import keep_result
+    from perdure.service.results import keep_result
 
     try:
         keep_result(resolve_home(), result)

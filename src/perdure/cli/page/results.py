@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, assert_never
 
-from perdure.cli.page.plans import make_plan_document
+from perdure_lab.cli.plans import make_plan_document
 from perdure.cli.page.runs import identify
 from perdure.dash.page import Document
-from perdure.lab.drill.screens import make_card_document, render_counts
-from perdure.lab.report import DriveResult, ReplayResult
-from perdure.lab.results import (
+from perdure.drill.screens import make_card_document, render_counts
+from perdure_lab.report import DriveResult, ReplayResult
+from perdure_lab.results import (
     SIZE_MAX,
     KeptDrill,
     KeptDrive,
@@ -24,7 +24,7 @@ from perdure.lab.results import (
     locate_results,
     read_result,
 )
-from perdure.lab.screens import (
+from perdure_lab.screens import (
     make_replay_document,
     make_simulation_document,
     make_trace_document,
