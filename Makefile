@@ -29,8 +29,8 @@ docs:
 	@echo "docs: the site is in build/site"
 
 check: setup
-	$(BIN)/ruff format --check src tests examples bench scripts/check_*.py
-	$(BIN)/ruff check src tests examples bench scripts/check_*.py
+	$(BIN)/ruff format --check src lab tests examples bench scripts/check_*.py
+	$(BIN)/ruff check src lab tests examples bench scripts/check_*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python scripts/check_prose.py

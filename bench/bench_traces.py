@@ -5,9 +5,9 @@
 
 The first column of systems is perdure where a whole node vanishes, on GPUs: its costs are assumed,
 as the others' are, and each cell is `likely (worst to best)`: everything at what is likely, and at
-the ends of what is known of it (`RANGES` in `lab/src/perdure_lab/policies/policies.py`; `--sources` prints them).
-The last, *exit*, is perdure as it was measured, where a process ends on a CPU: no peer of the
-others. Figures do not depend on the machine's load.
+the ends of what is known of it (`RANGES` of the lab's `policies/policies.py`; `--sources` prints
+them). The last, *exit*, is perdure as it was measured, where a process ends on a CPU: no peer of
+the others. Figures do not depend on the machine's load.
 
 TRACES is a folder with traces in any of the formats of docs/traces.md; files that are none are
 named and left out. Traces with more nodes than the table knows are scaled down to it. FILE has
@@ -26,6 +26,7 @@ from blind_plan import find_blind_plan
 from policy_ranges import RANGES, take_end
 from stamp import stamp
 
+from perdure.model.errors import ConfigError
 from perdure_lab.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
 from perdure_lab.policies.policies import (
     ENDED_PROCESS,
@@ -42,7 +43,6 @@ from perdure_lab.traces import AvailabilityTrace, list_intervals
 from perdure_lab.traces.figures import draw_victims
 from perdure_lab.traces.formats import add_quiet
 from perdure_lab.traces.transform import announce, delay, scale_to, speed_up
-from perdure.model.errors import ConfigError
 
 
 def find_traces(folder: Path) -> list[tuple[str, AvailabilityTrace]]:

@@ -34,7 +34,7 @@ def count_statements(path: Path) -> int:
 
 def count_all(root: Path) -> dict[str, int]:
     """Return the statements of each distribution below `root`, by its folder."""
-    projects = [root / "pyproject.toml", *root.glob("packages/*/pyproject.toml")]
+    projects = [root / "pyproject.toml", *root.glob("*/pyproject.toml")]
     return {
         str(project.parent.relative_to(root)): sum(
             map(count_statements, (project.parent / "src").rglob("*.py"))

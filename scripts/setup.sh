@@ -38,7 +38,7 @@ fi
 all_stamp=.venv/.perdure-setup
 stamp="$all_stamp"
 [ "$parts" = all ] || stamp="$all_stamp-$parts"
-want="$(sha256sum pyproject.toml scripts/setup.sh scripts/constraints.txt | sha256sum) $TORCH ${THIRDPARTY:-1} ${LATEST:-0}"
+want="$(sha256sum pyproject.toml lab/pyproject.toml scripts/setup.sh scripts/constraints.txt | sha256sum) $TORCH ${THIRDPARTY:-1} ${LATEST:-0}"
 build_native() { # 15 s of one core, once for a torch and a source; without it, a fallback.
   said="$(.venv/bin/python -m perdure.worker.native 2>&1)" || say "$said"
 }
@@ -70,7 +70,7 @@ case "$parts" in
   demo) say "installing perdure, nats-server and the live page with it"; extra="[dash]" ;;
   docs) say "installing perdure and MkDocs"; extra="[docs]" ;;
 esac
-install -e ".$extra"
+install -e ".$extra" -e ./lab
 if [ "$parts" = all ] && [ "${THIRDPARTY:-1}" = 1 ]; then
   say "installing Hugging Face, Lightning and torchft for tests/third_party (THIRDPARTY=0 leaves them out)"
   constraint=.venv/.perdure-torch  # None of them may bring another torch, with its CUDA packages.

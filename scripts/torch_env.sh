@@ -25,7 +25,7 @@ python="$(find_python)"
 [ -n "$python" ] || { say "there is no Python $wanted here (3.11 or newer is needed)" >&2; exit 3; }
 
 stamp="$dir/.perdure-torch"
-want="$version $("$python" -c 'import sys; print(sys.version)') $(cat pyproject.toml scripts/torch_env.sh scripts/stub_cuda.py | sha256sum)"
+want="$version $("$python" -c 'import sys; print(sys.version)') $(cat pyproject.toml lab/pyproject.toml scripts/torch_env.sh scripts/stub_cuda.py | sha256sum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then exit 0; fi
 free="$(df --output=avail -BG "$(dirname "$dir")" 2>/dev/null | tail -1 | tr -dc 0-9 || true)"
 [ "${free:-9}" -ge 4 ] || { say "$free GB are free; 4 are needed while a build is unpacked" >&2; exit 3; }
@@ -72,7 +72,7 @@ if [ -e "$site/torch/lib/libtorch_cuda.so" ]; then
   add --no-deps "${runtime:-nvidia-cuda-runtime==$toolkit.*}"
   "$dir/bin/python" scripts/stub_cuda.py "$site"
 fi
-add -e . numpy hypothesis psutil pytest pytest-asyncio pytest-timeout
+add -e . -e ./lab numpy hypothesis psutil pytest pytest-asyncio pytest-timeout
 "$dir/bin/python" -c 'import torch; print("torch_env: torch", torch.__version__, "adds", (torch.ones(2) + 1).tolist())'
 said="$("$dir/bin/python" -m perdure.worker.native 2>&1)" || say "$said"
 printf '%s' "$want" >"$stamp"

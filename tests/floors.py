@@ -73,7 +73,7 @@ def make_environment() -> Path:
     extras = ",".join(extra for extra in read_requirements() if extra and extra not in TOOLS[1:])
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", new]
     subprocess.run([*pip, f"torch=={pins['torch']}", "numpy"], cwd=ROOT, check=True)
-    subprocess.run([*pip, "-e", f".[{extras}]"], cwd=ROOT, check=True)
+    subprocess.run([*pip, "-e", f".[{extras}]", "-e", "./lab"], cwd=ROOT, check=True)
     subprocess.run([python, "-m", "perdure.worker.native"], cwd=ROOT, check=True)
     new.rename(made)
     return python

@@ -122,7 +122,9 @@ def is_caught(tree: Path, mutant: Mutant, text: str | None) -> bool:
     path = tree / mutant.path
     original = path.read_bytes()
     path.write_bytes(original if text is None else text.encode())
-    env = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tree / "src", tree / "lab/src", tree)))
+    }
     options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", *SHORT, *AT_ONCE]
     try:
         for tests in (ROOMS[mutant.room], CORE):

@@ -1,8 +1,8 @@
 """A drill's card and a replay's result, as these leave them."""
 
 from perdure.drill.card import Card, FaultRow
-from perdure_lab.report import ReplayResult, ReplayRow
 from perdure.model.report import ACCOUNTS
+from perdure_lab.report import ReplayResult, ReplayRow
 
 CARD = Card(
     job="gpt", seed=0, ranks=2, nodes=1, declares_steps=True, passed=False, budget_s=600.0,

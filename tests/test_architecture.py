@@ -12,7 +12,7 @@ from perdure.failpoints.points import POINTS
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP = ("docs", "src", "tests", "bench", "examples", "scripts")
+TOP = ("docs", "src", "lab", "tests", "bench", "examples", "scripts")
 SOURCES = (".py", ".c", ".cpp", ".h", ".sh", ".toml")
 
 
@@ -51,7 +51,7 @@ OURS = re.compile(r"(?!perdure_|PERDURE_|_INBOX|[0-9a-f]{7}$)[A-Za-z_][\w.]*(?<!
 def test_programs_that_are_text_import_what_there_is() -> None:
     """They run on another machine or in a pod; neither mypy nor ruff looks into them."""
     missing, seen = [], 0
-    for path in sorted((ROOT / "src").rglob("*.py")):
+    for path in (p for name in ("src", "lab/src") for p in sorted((ROOT / name).rglob("*.py"))):
         texts = [node.value for node in ast.walk(ast.parse(path.read_text()))
                  if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
         for text in texts:

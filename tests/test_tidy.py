@@ -22,7 +22,7 @@ from perdure.cli.main import PARTS
 from perdure.cli.running.torchrun import REFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "src" / "perdure").rglob("*.py"))
+SOURCES = [p for name in ("src", "lab/src") for p in sorted((ROOT / name).rglob("*.py"))]
 ALL = [
     *SOURCES,
     *(p for name in ("tests", "examples", "bench") for p in sorted((ROOT / name).rglob("*.py"))),

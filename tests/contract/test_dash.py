@@ -30,10 +30,12 @@ from perdure.cli.page.app import Site
 from perdure.cli.page.door import Access, Door, Role, Way
 from perdure.cli.page.reading import JobReading
 from perdure.cli.page.runs import name_run
+from perdure.drill.card import KeptDrill
 from perdure.failpoints import SWITCH
-from perdure_lab.results import KeptDrill, KeptReplay, keep_result
 from perdure.model.events import OperatorNoted, VerdictReached
 from perdure.model.verdicts import Culprit, Verdict
+from perdure.service.results import keep_result
+from perdure_lab.results import KeptReplay
 from tests.journals import Story, tell
 from tests.pages import Page, lay_down, read_text, serve
 from tests.results import CARD, REPLAY

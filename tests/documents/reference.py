@@ -22,7 +22,7 @@ import perdure.model.events as events
 import perdure.model.job as job
 import perdure.model.verdicts as verdicts
 from perdure.cli.app import load_command
-from perdure.cli.commands import PANELS
+from perdure.cli.commands import LAB, PANELS
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"
 
@@ -30,22 +30,25 @@ FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"
 def render_pages() -> dict[str, str]:
     """Return name -> text of every page."""
     return {
-        "commands.md": render_commands(),
+        "commands.md": render_commands("Commands", [p for p in PANELS if p != LAB]),
+        "lab.md": render_commands("Commands of perdure-lab", [LAB]),
         "job-file.md": render_job_file(),
         "events.md": render_events(),
         "verdicts.md": render_verdicts(),
     }
 
 
-def render_commands() -> str:
-    """Return the page of the command line."""
+def render_commands(title: str, panels: Iterable[str]) -> str:
+    """Return a page of the command line."""
     parts = [
-        "# Commands\n\nEvery command has `--json` and `--help`. What the exit codes mean is in "
+        f"# {title}\n\nEvery command has `--json` and `--help`. What the exit codes mean is in "
         "[Exit codes](../exit-codes.md).\n"
     ]
-    for panel, entries in PANELS.items():
+    for panel in panels:
         parts.append(f"## {panel}\n")
-        for name in entries:
+        if panel == LAB:
+            parts.append("`pip install . ./lab` in a checkout of perdure installs them.\n")
+        for name in PANELS[panel]:
             parts += render_command(f"perdure {name}", load_command(name))
     return "\n".join(parts)
 

@@ -13,7 +13,9 @@ from msgspec import structs
 from perdure.cli.app import run_command
 from perdure.dash.sections import BEAT_S
 from perdure.dash.svg import RIGHT, WIDTH
-from perdure_lab.results import KeptDrill, KeptReplay, keep_result
+from perdure.drill.card import KeptDrill
+from perdure.service.results import keep_result
+from perdure_lab.results import KeptReplay
 from tests.e2e.harness import SCRIPTS, Job
 from tests.journals import Story
 from tests.pages import lay_down, lay_down_large, serve

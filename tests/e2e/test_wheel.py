@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("tree")
     listed = sh("git", "ls-files", cwd=ROOT).splitlines()
     for name in listed:
-        if name.startswith(("src/", "scripts/", "README", "LICENSE", "pyproject", "docs/")):
+        if name.startswith(("src/", "lab/", "scripts/", "README", "LICENSE", "pyproject", "docs/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     sh("bash", "scripts/build_wheel.sh", sys.executable, cwd=copy)
@@ -55,7 +56,12 @@ def place(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     site = Path(
         sh(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).strip()
     )
-    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    for found in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not found.name.startswith("perdure"):
+            (borrowed / found.name).symlink_to(found)
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
     for tool in ("nats-server", "py-spy"):
         (folder / "venv/bin" / tool).symlink_to(Path(sys.executable).parent / tool)
     tools = folder / "tools"
@@ -90,6 +96,20 @@ def test_without_a_compiler_the_recorder_is_the_compiled_one(
     checks = json.loads(sh("perdure", "doctor", "--json", cwd=folder, env=env))["checks"]
     (recorder,) = [check for check in checks if check["name"] == "recorder"]
     assert recorder["evidence"].startswith("compiled")
+
+
+def test_the_lab_is_installed_by_the_command_that_a_missing_one_names(
+    place: tuple[Path, dict[str, str]],
+) -> None:
+    folder, env = place
+    done = subprocess.run(
+        ["perdure", "plan", "--help"], cwd=folder, env=env, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    (hint,) = [line for line in done.stderr.splitlines() if line.startswith("hint: ")]
+    sh(*shlex.split(hint.removeprefix("hint: ")), "--no-index", cwd=folder, env=env)
+    assert "--global-batch" in sh("perdure", "plan", "--help", cwd=folder, env=env)
 
 
 def test_a_job_runs_and_is_reported(place: tuple[Path, dict[str, str]]) -> None:

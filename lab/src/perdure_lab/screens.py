@@ -15,9 +15,9 @@ from perdure.dash.svg import (
     render_stack,
 )
 from perdure.dash.text import render_chart
+from perdure.model.plain import REASON_MAX, shorten_line
 from perdure_lab.report import Comparison, DriveResult, ReplayResult, Share
 from perdure_lab.traces.figures import Availability
-from perdure.model.plain import REASON_MAX, shorten_line
 
 Counts = Sequence[tuple[float, float]]
 """(seconds, nodes from then on), in order; of a stretch with very many changes their mean."""

@@ -15,6 +15,7 @@ import typer
 
 import perdure
 from perdure.cli.commands import COMMANDS, FIRST_DAY, PANELS, RENAMED
+from perdure.cli.plugins import list_plugins, load_plugin
 from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import note, print_error
 from perdure.dash.terminal import STDOUT, plain_streams
@@ -36,8 +37,8 @@ class Commands(typer.core.TyperGroup):
     """All commands: each is imported once it is asked for, and none of them for the help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return their names, in the order of the help."""
-        return list(COMMANDS)
+        """Return the names of those that are installed, in the order of the help."""
+        return [n for n, entry in COMMANDS.items() if entry.module or n in list_plugins()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return one of them, imported; None where there is none of that name."""
@@ -56,7 +57,8 @@ def load_command(name: str) -> Any:
     """Return the command `name` of the table, which is imported for it."""
     app = _make_app(cls=None)
     try:
-        module = import_module(f"perdure.cli.{COMMANDS[name].module}")
+        below = COMMANDS[name].module
+        module = import_module(f"perdure.cli.{below}") if below else load_plugin(name, name)
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("perdure."):
             raise

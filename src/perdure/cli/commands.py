@@ -11,7 +11,7 @@ class Entry(NamedTuple):
     """One command of the table."""
 
     module: str
-    """Below `perdure.cli`."""
+    """Below `perdure.cli`; empty: a plug-in has it (`plugins.py`)."""
     summary: str
     """The first sentence of its docstring."""
 
@@ -20,6 +20,7 @@ FIRST_DAY = (
     "init", "run", "status", "watch", "dash", "logs", "diagnose", "report", "set", "stop",
 )  # fmt: skip
 """What a new user needs: the help has a line for each, and for the others a line a panel."""
+LAB = "Laboratory (perdure-lab)"
 PANELS: dict[str, dict[str, Entry]] = {
     "Run a job": {
         "init": Entry(
@@ -98,13 +99,10 @@ PANELS: dict[str, dict[str, Entry]] = {
         ),
         "drill": Entry("drill", "Rehearse a job: harm a copy of it, and grade what follows."),
     },
-    "Laboratory": {
-        "profile": Entry("profile", "Measure what a model's blocks and links cost, for `plan`."),
-        "plan": Entry("plan", "Choose D, P, micro-batch, recompute, schedule and placement."),
-        # The module adds its command to those of `trace`.
-        "trace": Entry(
-            "drive", "Recorded availability: show, convert, generate, simulate, replay."
-        ),
+    LAB: {
+        "profile": Entry("", "Measure what a model's blocks and links cost, for `plan`."),
+        "plan": Entry("", "Choose D, P, micro-batch, recompute, schedule and placement."),
+        "trace": Entry("", "Recorded availability: show, convert, generate, simulate, replay."),
     },
 }
 """What a person wants -> the commands for it."""

@@ -7,34 +7,41 @@ is written.
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import msgspec
 import typer
 
 from perdure.cli.page.keeping import keep
-from perdure.cli.platforms.profiles import Host
+from perdure.cli.platforms.profiles import Host, ask_person
+from perdure.cli.plugins import load_plugin
 from perdure.cli.running.options import RunOptions
-from perdure.cli.speech.say import Json, Width, Yes, answer, note, write_asked
-from perdure.drill.planning import FAULTS
+from perdure.cli.speech.say import (
+    Json,
+    Width,
+    Yes,
+    answer,
+    check_writable,
+    note,
+    show_play,
+    write_asked,
+)
+from perdure.drill.card import Card, KeptDrill
+from perdure.drill.isolation import check_drillable, list_changes
+from perdure.drill.planning import FAULTS, DrillWish, plan_acts
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.job import JobSpec
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from perdure_lab.drill.boxes import Surroundings
-    from perdure.drill.card import Card
-    from perdure.drill.planning import DrillWish
     from perdure.drill.rehearsal import Say
-    from perdure.model.job import JobSpec
-    from perdure.model.platforms.launching import Plan
-    from perdure.model.platforms.profile import Profile
 
 _BUDGET_MIN_S = 20.0
 _WORLDS_STOP = ("crash", "stop", "hang", "node", "torn")
 """Faults for which the world starts again."""
-_UNCONFINED = "--unconfined, if your script writes nothing at absolute paths that you need"
+UNCONFINED = "--unconfined, if your script writes nothing at absolute paths that you need"
 _ROOM_BYTES = 256 << 20
 """Of a disk, beyond the copies: for journals, logs, and checkpoints of a small model."""
 Html = Annotated[
@@ -58,7 +65,7 @@ def drill(
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="PROFILE", help="On its boxes, behind ssh; else here."),
+        typer.Option("--on", metavar="PROFILE", help="On its boxes, behind ssh (perdure-lab)."),
     ] = None,
     host: Host = None,
     nodes: Annotated[
@@ -87,15 +94,14 @@ def drill(
     the repeated steps, and compares losses with an undisturbed run. The cost is shown before.
     Ctrl-C ends it, and leaves nothing.
     """
-    from perdure_lab.cli.trace import check_writable, show_play
-
     request = Request(job, parse_budget(budget), seed, fault or list(FAULTS), nodes,
                       writable or [], not unconfined, {})  # fmt: skip
     check_writable(html)
     check_faults(request)
-    if host and on in (None, "local"):
+    here = on in (None, "local")
+    if host and here:
         raise ConfigError("--host: no box is meant", hint="--on PROFILE, such as generic-ssh")
-    site = look_here(request) if on in (None, "local") else look_at_boxes(request, str(on), host)
+    site = look_here(request) if here else load_plugin("drill-on", "drill --on")(request, on, host)
     if dry_run:
         tell_plan(site.wish, site.told, as_json=as_json)
         return 0
@@ -103,7 +109,6 @@ def drill(
         raise site.forbidden
     confirm(site.told, yes=yes)
     from perdure.drill.screens import make_card_document, render_card
-    from perdure_lab.results import KeptDrill
 
     with show_play("drill") as bar:
         card = site.drill(bar.say)
@@ -124,19 +129,19 @@ class Request(NamedTuple):
     nodes: int | None
     writable: list[Path]
     confined: bool
-    changed: "Mapping[Path, str]"
+    changed: Mapping[Path, str]
     """Other texts for files of the project, in the copy."""
 
 
 class Site(NamedTuple):
     """Where a drill would be, looked at, and not touched."""
 
-    wish: "DrillWish"
+    wish: DrillWish
     told: list[str]
     """What it costs and touches."""
     forbidden: SafetyError | None
     """Why it may not be done, though it can be planned."""
-    drill: "Callable[[Say], Card]"
+    drill: Callable[["Say"], Card]
 
 
 def check_faults(request: Request) -> None:
@@ -159,8 +164,6 @@ def confirm(told: list[str], *, yes: bool) -> None:
     Raises:
         SafetyError: nobody does.
     """
-    from perdure.cli.platforms.profiles import ask_person
-
     if yes:
         return
     for line in told:
@@ -186,144 +189,12 @@ def look_here(request: Request) -> Site:
     return Site(wish, told, forbidden, partial(drill_here, wish))
 
 
-def look_at_boxes(request: Request, on: str, host: str | None) -> Site:
-    """Return a drill on the boxes of a profile, which are looked at; nothing is sent.
-
-    Raises:
-        ConfigError: job and profile do not go together, or it is a platform of another kind.
-        SafetyError: something is amiss there that a launch would not survive.
-        PlatformError: a box does not answer.
-    """
-    import msgspec
-
-    from perdure.adapters.confinement import ABI_MIN
-    from perdure.cli.platforms.launch import check_launch, make_launch_spec
-    from perdure.cli.platforms.profiles import choose_profile, here
-    from perdure_lab.drill import boxes
-    from perdure.drill.isolation import check_drillable, isolate_elsewhere
-    from perdure.drill.onbox import Kept
-    from perdure.drill.planning import DrillWish, keep_first, plan_acts
-
-    place = here()
-    profile = choose_profile(on, host, place.home).profile
-    _check_kind(profile)
-    for path in request.writable:
-        if not path.is_absolute():
-            raise ConfigError(f"--writable {path}: not absolute", hint="a folder of the boxes")
-    spec = make_launch_spec(request.job, place.home)
-    if request.nodes is not None:
-        spec = msgspec.structs.replace(spec, nodes=request.nodes)
-    check_drillable(spec)
-    acts, left_out = plan_acts(
-        request.names, request.seed, spec.nodes, spec.nproc, python=not spec.no_python
-    )
-    acts, left_out = keep_first(acts, left_out, boxes.list_hosts(profile), spec.nodes)
-    wish = DrillWish(
-        spec, Path(spec.launch.project), place.home, acts, left_out, request.seed,
-        request.budget_s, place.environ, [str(path) for path in request.writable],
-        request.confined,
-    )  # fmt: skip
-    name = boxes.name_run(spec)
-    plan = boxes.plan_run(spec, profile, name, Kept(confined=wish.confined))
-    plan = check_launch(isolate_elsewhere(spec, name), plan, place)
-    measured = msgspec.structs.replace(profile, shared_fs=plan.profile.shared_fs)
-    around = boxes.look_around(measured)
-    told = _describe_boxes(wish, measured, plan, around)
-    bare = [each.host for each in around if each.abi < ABI_MIN]
-    forbidden = None
-    if bare and wish.confined:
-        forbidden = SafetyError(
-            f"{', '.join(bare)}: no Landlock (Linux 5.19), which would hold the script to its copy",
-            hint=_UNCONFINED,
-        )
-    return Site(wish, told, forbidden, lambda say: boxes.drill(wish, measured, place, say))
-
-
-_WHY_NOT = {
-    "slurm": "what holds the script to its copy and ends it without its drill is started with the "
-    "job by ssh, and not yet below srun; its nodes are the administrator's to drain",
-    "kubernetes": "what holds the script to its copy and ends it without its drill is started with "
-    "the job by ssh, and not yet in a pod",
-    "notebook": "a session has no address, at which faults could be made to it",
-}
-
-
-def _check_kind(profile: "Profile") -> None:
-    """Refuse what is no box behind ssh.
-
-    Raises:
-        ConfigError: it is none, or none is named.
-    """
-    hint = "a profile of kind ssh; or without --on, on this machine"
-    if why := _WHY_NOT.get(profile.kind):
-        raise ConfigError(f"platforms of kind {profile.kind} are not drilled: {why}", hint=hint)
-    if not (profile.launch.hosts or profile.launch.host):
-        raise ConfigError(f"--on {profile.platform}: no box is named", hint="--host ALIAS")
-
-
-def _describe_boxes(
-    wish: "DrillWish", profile: "Profile", plan: "Plan", around: "Sequence[Surroundings]"
-) -> list[str]:
-    """Return what a drill on boxes will cost, what it touches, and what is not held back."""
-    from perdure.adapters.confinement import ABI_MIN, ABI_TRUNCATE
-    from perdure.drill.isolation import list_changes
-    from perdure.drill.onbox import LEASE_S
-    from perdure.launch.ssh.check import measure_project
-
-    spec, hosts, overrides = wish.spec, [each.host for each in around], profile.overrides
-    size, most_min = measure_project(plan)[0], wish.budget_s / 60
-    several = f"{len(hosts)} boxes, " if len(hosts) > 1 else ""
-    price = profile.teardown.price_per_hour
-    cost = len(hosts) * price * 2 * most_min / 60
-    told = [
-        f"drill of `{spec.name}` on {several}{', '.join(hosts)} ({profile.platform}): "
-        f"{spec.world_size} ranks, {len(wish.acts)} faults "
-        f"({', '.join(act.fault for act in wish.acts)}), seed {wish.seed}",
-        f"they are used for at most {most_min:.4g} min or so, and as long again for an undisturbed "
-        f"run, after the environment was made; its ranks start about {_count_starts(wish)} times"
-        + (f"; {cost:.2f} {profile.teardown.currency} by the profile's price" if price else "")
-        + ". No box is stopped or given back by it",
-        f"the project ({size / (1 << 20):.1f} MiB) is sent at each start; there, folders below "
-        f"{overrides.DATA_DIR} and {overrides.DURABLE_DIR} named {plan.job[:-6]}... are the "
-        "drill's, and removed afterwards; an environment that has to be made stays, as after a "
-        f"launch ({overrides.DATA_DIR}/envs)",
-        f"where this machine is not heard for {LEASE_S:g} s, all of it ends there by itself",
-    ]
-    if any(act.fault == "node" for act in wish.acts):
-        told.append(
-            "node: what the drill's own job has on a box is killed, and nothing else there; the "
-            "box itself stays up"
-        )
-    if not profile.launch.native and any(act.fault == "slow" for act in wish.acts):
-        told.append("slow: launch.native = false; without its recorder it may not be found")
-    held = "its copy, in the drill's folders and in caches of the home there"
-    held += "".join(f", in {path}" for path in wish.writable)
-    for each in around:
-        if not wish.confined:
-            text = "--unconfined: the script may write wherever it wants to"
-        elif each.abi < ABI_MIN:
-            text = "its kernel has no Landlock: the script cannot be held to its copy"
-        else:
-            text = f"its kernel lets the script write in {held} only"
-            if each.abi < ABI_TRUNCATE:
-                text += ", but cannot hold back who cuts a file short by its name (before 6.2)"
-        told.append(f"{each.host}: {text}")
-        told += [f"{each.host}: is used by others as well: {who}" for who in each.others]
-    told += [
-        "not held back: what the script sends by a network to an address that it has itself (a "
-        "tracking server, a bucket), and what is done for it by another process there",
-        "trackers (Weights & Biases, Comet, Neptune, ClearML) are off and their keys stay here, "
-        "MLflow writes into the copy",
-    ]
-    told += list_changes(spec, elsewhere=True)
-    return told + [f"{name} is not tried: {why}" for name, why in wish.left_out.items()]
-
-
-def _count_starts(wish: "DrillWish") -> int:
+def count_starts(wish: DrillWish) -> int:
+    """Return how often the job starts."""
     return 2 + sum(act.fault in _WORLDS_STOP for act in wish.acts)
 
 
-def make_wish(request: Request) -> "DrillWish":
+def make_wish(request: Request) -> DrillWish:
     """Return what is to be done, checked.
 
     Raises:
@@ -331,11 +202,7 @@ def make_wish(request: Request) -> "DrillWish":
         SafetyError: its project is too large to be copied.
         PlatformError: the machine cannot take the job.
     """
-    import msgspec
-
     from perdure.cli.running.jobspec import check_job, make_spec
-    from perdure.drill.isolation import check_drillable
-    from perdure.drill.planning import DrillWish, plan_acts
 
     job, budget_s, seed, names, nodes, writable, confined, changed = request
     for path in writable:
@@ -361,14 +228,12 @@ def make_wish(request: Request) -> "DrillWish":
     )  # fmt: skip
 
 
-def locate_project(spec: "JobSpec", job: str) -> "tuple[JobSpec, Path]":
+def locate_project(spec: JobSpec, job: str) -> tuple[JobSpec, Path]:
     """Return the job, and the folder that is copied for it: both without links.
 
     What is relative is so to the working directory, as for `perdure run`; where there is no such
     script, to the job file's folder, as for `perdure launch`.
     """
-    import msgspec
-
     folder = Path(job).resolve().parent
     declared = (folder / os.path.expanduser(spec.launch.project)).resolve()
     cwd, script = Path(spec.cwd).resolve(), os.path.expanduser(spec.script)
@@ -389,7 +254,7 @@ def locate_project(spec: "JobSpec", job: str) -> "tuple[JobSpec, Path]":
     return msgspec.structs.replace(spec, cwd=str(cwd), script=script), project
 
 
-def describe_cost(wish: "DrillWish") -> list[str]:
+def describe_cost(wish: DrillWish) -> list[str]:
     """Return what a drill will cost, and what it does otherwise than the user's job.
 
     Raises:
@@ -399,7 +264,6 @@ def describe_cost(wish: "DrillWish") -> list[str]:
     import shutil
 
     from perdure.drill.copies import check_size, list_links
-    from perdure.drill.isolation import list_changes
 
     spec = wish.spec
     size = check_size(
@@ -418,7 +282,7 @@ def describe_cost(wish: "DrillWish") -> list[str]:
         f"drill of `{spec.name}` on this machine: {spec.world_size} ranks, {len(wish.acts)} faults "
         f"({names}), seed {wish.seed}",
         f"it takes at most {wish.budget_s / 60:.4g} min or so, and then an undisturbed run of as "
-        f"many steps; its ranks start about {_count_starts(wish)} times",
+        f"many steps; its ranks start about {count_starts(wish)} times",
         f"disk: copies of {wish.project} ({size / (1 << 20):.1f} MiB) and the checkpoints of the "
         f"job below {wish.home}/drill ({free >> 20} MiB free), removed afterwards",
         "trackers (Weights & Biases, Comet, Neptune, ClearML) are off, MLflow writes into the "
@@ -440,11 +304,11 @@ def check_confinement(*, confined: bool) -> SafetyError | None:
         return None
     return SafetyError(
         "this kernel has no Landlock (Linux 5.19), which would hold the script to its copy",
-        hint=_UNCONFINED,
+        hint=UNCONFINED,
     )
 
 
-def tell_plan(wish: "DrillWish", told: list[str], *, as_json: bool) -> None:
+def tell_plan(wish: DrillWish, told: list[str], *, as_json: bool) -> None:
     """Answer with what would be done."""
     rows = [act._asdict() for act in wish.acts]
     text = [f"{act.fault}: {FAULTS[act.fault]}, {_name_victim(act.fault, act.rank, act.node)}"

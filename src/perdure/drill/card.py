@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from perdure.service.results import Kept
+
 Verdict = Literal["passed", "failed", "not tried"]
 Losses = Literal["equal", "differ", "not compared"]
 
@@ -76,3 +78,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int:
         """Return what `perdure drill` leaves with."""
         return 0 if self.passed else 1
+
+
+class KeptDrill(Kept, frozen=True, kw_only=True, tag="drill"):
+    """A card that `perdure dash` shows later."""
+
+    card: Card

@@ -13,15 +13,15 @@ from secrets import token_hex
 import msgspec
 
 from perdure.adapters.confinement import Confinement
-from perdure.files.private import find_private, make_private
 from perdure.drill.card import Card
 from perdure.drill.copies import CopiedRun
+from perdure.drill.gates import Gates
 from perdure.drill.isolation import clean_environ, isolate, list_changes, list_writable
 from perdure.drill.place import Place
 from perdure.drill.planning import DrillWish
 from perdure.drill.rehearsal import Say, rehearse
 from perdure.drill.strikes import Target
-from perdure_lab.live.fleets.local import Gates
+from perdure.files.private import find_private, make_private
 from perdure.model.errors import PlatformError
 from perdure.service.jobfiles import remove_folders
 from perdure.service.jobfolders import paths_of
@@ -51,7 +51,8 @@ def make_scratch(home: str) -> Iterator[tuple[Path, Path]]:
     try:
         folders.mkdir(parents=True, exist_ok=True)
         make_private(str(short))
-        sweep(folders, short)
+        sweep(folders, f"drill-{platform.node()}-")
+        sweep(short, "drill-")
         prefix = f"drill-{platform.node()}-{os.getpid()}-"
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folders)).resolve()
         temporary = Path(tempfile.mkdtemp(prefix=f"drill-{os.getpid()}-", dir=short))
@@ -69,17 +70,15 @@ def make_scratch(home: str) -> Iterator[tuple[Path, Path]]:
             folders.rmdir()
 
 
-def sweep(folders: Path, short: Path) -> None:
-    """Remove what drills of this machine that were killed have left.
+def sweep(folder: Path, begin: str) -> None:
+    """Remove folders named `begin`, a pid, and a word, if the process is gone.
 
-    The first folder may be on a disk that other machines share, whose drills are not known here.
+    `begin` names this machine if the folder may be on a disk that other machines share.
     """
-    here = re.escape(f"drill-{platform.node()}-")  # Of gpu, and not of gpu-1.
-    for folder, begin in ((folders, here), (short, "drill-")):
-        for path in folder.iterdir():
-            name = re.fullmatch(rf"{begin}(\d+)-[^-]+", path.name)
-            if name is not None and not os.path.exists(f"/proc/{name[1]}"):
-                remove_drill(path)
+    for path in folder.iterdir():
+        name = re.fullmatch(rf"{re.escape(begin)}(\d+)-[^-]+", path.name)
+        if name is not None and not os.path.exists(f"/proc/{name[1]}"):
+            remove_drill(path)
 
 
 def remove_drill(scratch: Path) -> None:

@@ -25,14 +25,15 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.adapters.confinement import Confinement
-from perdure.failpoints import SWITCH
-from perdure.files.private import find_private, make_private
 from perdure.drill.copies import RunFiles
+from perdure.drill.gates import Gates
 from perdure.drill.isolation import clean_environ, list_writable
 from perdure.drill.place import NotMadeError
 from perdure.drill.planning import Act
 from perdure.drill.strikes import Target
-from perdure_lab.live.fleets.local import Gates
+from perdure.failpoints import SWITCH
+from perdure.files import is_locked
+from perdure.files.private import find_private, make_private
 from perdure.launch.ssh import box
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
@@ -218,13 +219,7 @@ def _lock_watch(launch: Path) -> int:
 
 def is_watched(launch: Path) -> bool:
     """Return whether a drill's job is watched now, whatever its files and clocks tell."""
-    try:
-        os.close(_lock_watch(launch))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return is_locked(launch / "watch.lock")
 
 
 def clean(place: _Place) -> list[str]:

@@ -1,6 +1,6 @@
 """Where a drill's job runs, as the rehearsal sees it: starts of the job, and faults made to them.
 
-`here.py` is this machine, `boxes.py` one or several boxes behind ssh.
+`here.py` is this machine; perdure-lab has boxes behind ssh.
 """
 
 from collections.abc import Sequence

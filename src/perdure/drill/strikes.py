@@ -13,12 +13,12 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Generic, TypeVar
 
-from perdure.failpoints import SWITCH
 from perdure.drill.copies import RunFiles
+from perdure.drill.gates import Gates, kill_nodes
 from perdure.drill.grading import Strike
 from perdure.drill.place import NotMadeError
 from perdure.drill.planning import Act
-from perdure_lab.live.fleets.local import Gates, kill_nodes
+from perdure.failpoints import SWITCH
 from perdure.model.bus.wire import Command
 from perdure.model.errors import PlatformError
 from perdure.model.events import CheckpointSaved, FaultInjected, JournalEntry

@@ -1,10 +1,9 @@
-"""What traces, simulations, plays, plans and drills have shown, kept for who looks later.
+"""Results of drills, plans, and traces, kept for a person who looks later.
 
     $PERDURE_HOME/results/KIND-YYYYMMDDTHHMMSSZ-XXXXXXXX.json
 
-Each is one document, there whole or not at all; of each kind the newest `KEPT_MAX` stay, and of
-all kinds together the newest `TOTAL_MAX` bytes. What somebody else has put there is neither read as
-one nor removed.
+Each result is one document, which is there whole or not at all. The newest `KEPT_MAX` of each kind
+stay, and the newest `TOTAL_MAX` bytes of all kinds. Other files there are neither read nor removed.
 """
 
 import contextlib
@@ -13,25 +12,19 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from perdure import __version__
-from perdure.dash.svg import fold_stairs
 from perdure.files import create_file
 from perdure.files.regular import read_file
-from perdure.drill.card import Card
-from perdure_lab.report import Comparison, DriveResult, ReplayResult
-from perdure_lab.traces.figures import Availability
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.plan.worlds.planner import Plan
 
 KEPT_MAX = 50
 """Of each kind."""
@@ -40,14 +33,11 @@ TOTAL_MAX = 32 << 20
 SIZE_MAX = 1 << 20
 """Bytes of a document; a plan of 4,096 devices has 0.2 MB, and others have less."""
 FILES_MAX = 10_000
-"""Files in the folder; where somebody has put more, it is neither listed nor added to."""
+"""Files in the folder. If it has more, perdure neither lists it nor adds to it."""
 _LEFT_S = 3600.0
-"""After so long nobody writes a document any more whose beginning was left."""
-_NAME = re.compile(r"(trace|simulation|replay|drive|plan|drill)-\d{8}T\d{6}Z-[0-9a-f]{8}")
+"""Seconds after which the beginning of a document is a leftover of a killed writer."""
+_NAME = re.compile(r"[a-z]+-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _LEFT = re.compile(rf"\.{_NAME.pattern}\.json-[0-9a-f]{{16}}")
-
-Stairs = tuple[tuple[float, float], ...]
-"""(seconds, value from then on)."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,85 +49,29 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Perdure's."""
 
 
-class KeptTrace(Kept, frozen=True, kw_only=True, tag="trace"):
-    """`perdure trace show`."""
-
-    figures: Availability
-    counts: Stairs
-
-
-class KeptSimulation(Kept, frozen=True, kw_only=True, tag="simulation"):
-    """`perdure trace simulate`."""
-
-    comparison: Comparison
-    counts: Stairs
-    rates: dict[str, Stairs]
-    """By policy, and U1: samples a second."""
-
-
-class KeptReplay(Kept, frozen=True, kw_only=True, tag="replay"):
-    """`perdure trace replay`."""
-
-    result: ReplayResult
-
-
-class KeptDrive(Kept, frozen=True, kw_only=True, tag="drive"):
-    """`perdure trace drive`."""
-
-    result: DriveResult
-
-
-class KeptPlan(Kept, frozen=True, kw_only=True, tag="plan"):
-    """`perdure plan`."""
-
-    profile: str
-    """Name of the profile's file."""
-    fingerprint: str
-    devices: int
-    per_node: int
-    memory_bytes: int
-    """Of a device."""
-    global_batch: int
-    plan: Plan
-
-
-class KeptDrill(Kept, frozen=True, kw_only=True, tag="drill"):
-    """`perdure drill`."""
-
-    card: Card
-
-
-Result = KeptTrace | KeptSimulation | KeptReplay | KeptDrive | KeptPlan | KeptDrill
-
-
 def locate_results(home: str) -> Path:
     """Return the folder of results."""
     return Path(home, "results")
-
-
-def fold_counts(counts: Sequence[tuple[float, float]], end_s: float) -> Stairs:
-    """Return what a plot shows of a staircase, which may have very many steps."""
-    return tuple(fold_stairs(counts, end_s))
 
 
 class Found(NamedTuple):
     """What lies in the folder of results."""
 
     names: list[str]
-    """Of the results that may stay, the newest first."""
+    """Names of the results that may stay, the newest first."""
     surplus: list[str]
-    """Of older ones, which are too many or too much: the next result that is kept removes them."""
+    """Names of older results above the limits: the next result that is kept removes them."""
     unlike: list[str]
-    """Of what is called as a result is, and can be none: a folder, a link, a huge file."""
+    """Names that look like a result's but belong to a folder, a link, or a huge file."""
     others: list[str]
     """Files that are called otherwise."""
 
 
-def keep_result(home: str, result: Result) -> Path:
+def keep_result(home: str, result: Kept) -> Path:
     """Keep a result, and remove the oldest that are too many or too much.
 
-    It is not waited for the disk: after a loss of power the newest may be damaged, which the page
-    says, and a command that answers at once stays one.
+    The disk is not synced, so that a quick command stays quick. After a loss of power the newest
+    result may be damaged, and the page says so.
 
     Raises:
         PlatformError: the disk is full, read-only or not ours, or it is too large.
@@ -162,7 +96,7 @@ def keep_result(home: str, result: Result) -> Path:
 def _prune(folder: Path, newest: str, now_s: float) -> None:
     """Remove what is too much, never `newest`, and what writers that were killed have left."""
     for name in list_results(folder, newest).surplus:
-        with contextlib.suppress(OSError):  # Of another user, or just removed.
+        with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
             (folder / f"{name}.json").unlink()
     for path in folder.glob(".*.json-*"):
         with contextlib.suppress(OSError):
@@ -201,7 +135,7 @@ def list_results(folder: Path, newest: str = "") -> Found:
                 sizes[name] = status.st_size
             else:
                 unlike.append(name)
-    # Of one second, whichever: the rest of the name is drawn.
+    # Within one second the order does not matter: the rest of the name is random.
     own = sorted(sizes, key=lambda n: (n == newest, n.partition("-")[2]), reverse=True)
     names: list[str] = []
     surplus: list[str] = []
@@ -223,14 +157,14 @@ def is_result(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_result(folder: Path, name: str) -> Result:
-    """Return the result called `name`.
+def read_result(folder: Path, name: str, type_: Any) -> Kept:
+    """Return the result called `name`; `type_` is a kind of results, or a union of kinds.
 
     Raises:
         ProtocolError: it is damaged, or nothing that was kept.
         OSError: it cannot be read, is no regular file, or is larger than a result.
     """
-    found: Result = decode(read_file(folder / f"{name}.json", SIZE_MAX), Result)
+    found: Kept = decode(read_file(folder / f"{name}.json", SIZE_MAX), type_)
     if not name.startswith(f"{found.__struct_config__.tag}-"):
         raise ProtocolError(f"it is a {found.__struct_config__.tag}, and not what its name says")
     return found

@@ -39,7 +39,8 @@ def test_every_page_that_the_code_names_is_there() -> None:
     assert folder is not None
     named = {
         name
-        for path in (ROOT / "src" / "perdure").rglob("*.py")
+        for folder in ("src", "lab/src")
+        for path in (ROOT / folder).rglob("*.py")
         for name in re.findall(r"(?<![\w/])docs/([a-z-]+\.md)\b", path.read_text("utf-8"))
     }
     assert len(named) > 10

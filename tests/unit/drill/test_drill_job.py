@@ -25,11 +25,11 @@ from perdure.drill.planning import FAULTS, Act, choose_lead, plan_acts
 from perdure.drill.rehearsal import aim
 from perdure.drill.screens import make_card_document, render_card
 from perdure.drill.strikes import Target
-from perdure_lab.live.fleets.local import Gates
 from perdure.model.errors import ConfigError
 from perdure.model.events import CheckpointSaved
 from perdure.model.job import JobSpec
 from perdure.model.report import RankRow, Snapshot
+from perdure_lab.live.fleets.local import Gates
 
 
 def test_the_same_seed_harms_the_same() -> None:
@@ -167,7 +167,8 @@ def test_what_killed_drills_have_left_is_removed(tmp_path: Path) -> None:
     elsewhere = {folders / f"drill-{name}-999999999-x" for name in ("another", f"{host}-1")}
     for path in (dead / "home" / "jobs" / "job", living, *elsewhere, short / "drill-999999999-y"):
         path.mkdir(parents=True)
-    sweep(folders, short)
+    sweep(folders, f"drill-{host}-")
+    sweep(short, "drill-")
     assert (set(folders.iterdir()), set(short.iterdir())) == ({living, *elsewhere}, set())
 
 

@@ -18,7 +18,6 @@ from tests.unit.drill.test_drill_job import make_row, make_snapshot
 from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.drill import onbox
-from perdure_lab.drill.boxes import REMOVE, give_order, name_run, plan_run
 from perdure.drill.onbox import Kept
 from perdure.drill.planning import FAULTS, Act, keep_first, plan_acts
 from perdure.drill.rehearsal import aim
@@ -28,6 +27,7 @@ from perdure.launch.wheel import read_program
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.platforms.profile import Profile
+from perdure_lab.drill.boxes import GUARD, REMOVE, give_order, name_run, plan_run
 
 NAME = "gpt-drill-0a1b2c"
 HOSTS = ("gpu-a", "gpu-b")
@@ -190,7 +190,7 @@ def guarded(tmp_path: Path) -> "onbox._Place":
 def start_guard(place: "onbox._Place", limit_s: float = 1.5) -> None:
     subprocess.run(
         ["python3", "-I", "-", str(place.job), str(limit_s)], check=True, text=True,
-        timeout=PATIENCE_S, input=read_program("../../lab/drill/guard.py"),
+        timeout=PATIENCE_S, input=read_program(GUARD),
     )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def touch(lease: Path, number: int) -> None:
 
 def test_a_guard_waits_for_as_long_as_somebody_asks(guarded: "onbox._Place") -> None:
     namespace: dict[str, Any] = {"__name__": "guard"}
-    exec(read_program("../../lab/drill/guard.py"), namespace)
+    exec(read_program(GUARD), namespace)
     looks = 0
 
     def sleep(seconds: float) -> None:
@@ -251,7 +251,7 @@ def test_a_guard_removes_nothing_that_is_not_named_as_a_drills(
     mine = tmp_path / "data" / "gpt"
     (mine / "launch").mkdir(parents=True)
     namespace: dict[str, Any] = {"__name__": "guard"}
-    exec(read_program("../../lab/drill/guard.py"), namespace)
+    exec(read_program(GUARD), namespace)
     namespace["remove"](str(mine))
     assert mine.is_dir()
 

@@ -7,10 +7,22 @@ from pathlib import Path
 import pytest
 from tests.unit.lab.test_replay_play import ACTS
 
+from perdure.drill.here import sweep
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.events import (
+    GenerationStepping,
+    JobSubmitted,
+    JournalEntry,
+    RanksStarted,
+    WorldReformed,
+)
+from perdure.model.job import JobSpec
+from perdure.model.report import RankRow, Snapshot
+from perdure.service.jobfiles import load_snapshot, write_document
+from perdure.service.jobfolders import paths_of
 from perdure_lab.live.driving import (
     DriveWish,
     _scale,
-    _sweep,
     _tell,
     assign_nodes,
     check_drive,
@@ -26,18 +38,6 @@ from perdure_lab.live.systems import StatusTrail, choose_grid
 from perdure_lab.report import MadeStep
 from perdure_lab.screens import render_schedule
 from perdure_lab.traces import read_trace
-from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.events import (
-    GenerationStepping,
-    JobSubmitted,
-    JournalEntry,
-    RanksStarted,
-    WorldReformed,
-)
-from perdure.model.job import JobSpec
-from perdure.model.report import RankRow, Snapshot
-from perdure.service.jobfiles import load_snapshot, write_document
-from perdure.service.jobfolders import paths_of
 
 
 def make_row(rank: int, step: int, state: str = "running") -> RankRow:
@@ -255,5 +255,5 @@ def test_what_drives_of_this_machine_have_left_is_removed_and_no_other(tmp_path:
     elsewhere = tmp_path / f"drive-{host}-1-999999999-x"
     for path in (dead, living, elsewhere):
         path.mkdir()
-    _sweep(tmp_path)
+    sweep(tmp_path, f"drive-{host}-")
     assert set(tmp_path.iterdir()) == {living, elsewhere}

@@ -14,15 +14,6 @@ import msgspec
 import pytest
 from tests.waiting import PATIENCE_S
 
-from perdure_lab.live.driving import DriveWish, _tell
-from perdure_lab.live.fleets.boxes import BoxFleet
-from perdure_lab.live.fleets.elsewhere import JobElsewhere
-from perdure_lab.live.fleets.local import LocalFleet
-from perdure_lab.live.fleets.pods import PodFleet
-from perdure_lab.live.ledger import cut_ledger
-from perdure_lab.live.live import Act, Schedule, play
-from perdure_lab.live.systems import Driven
-from perdure_lab.traces import read_trace
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnreachedError
@@ -36,6 +27,15 @@ from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import DeviceRow, Snapshot
+from perdure_lab.live.driving import DriveWish, _tell
+from perdure_lab.live.fleets.boxes import BoxFleet
+from perdure_lab.live.fleets.elsewhere import JobElsewhere
+from perdure_lab.live.fleets.local import LocalFleet
+from perdure_lab.live.fleets.pods import PodFleet
+from perdure_lab.live.ledger import cut_ledger
+from perdure_lab.live.live import Act, Schedule, play
+from perdure_lab.live.systems import Driven
+from perdure_lab.traces import read_trace
 
 HERE = Here(home="/nowhere", environ={}, tell=lambda line: None)
 SPEC = JobSpec(name="gpt", script="t.py", nodes=3)
@@ -323,6 +323,6 @@ def test_a_status_with_a_loss_that_is_not_finite_is_heard() -> None:
     job._hear(encode(seen).decode())
     job._hear(encode(msgspec.structs.replace(seen, step=10, metrics={"loss": math.nan})).decode())
     job._hear("not a status")
-    found = job.read_snapshot()
+    found = job.newest
     assert found is not None
     assert found.step == 10

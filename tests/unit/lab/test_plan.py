@@ -9,8 +9,8 @@ import pytest
 from tests.profiles import MB, make_profile
 
 from perdure.cli.app import run_command
-from perdure_lab.cli.plan import parse_size
 from perdure.model.planning.costs import write_profile
+from perdure_lab.cli.plan import parse_size
 
 WORDS = ["--devices", "2", "--global-batch", "8"]
 

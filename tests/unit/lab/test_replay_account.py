@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.model.errors import PlatformError
+from perdure.model.report import ACCOUNTS, Recovery
 from perdure_lab.live.ledger import (
     Run,
     close_ledger,
@@ -19,8 +21,6 @@ from perdure_lab.live.session import Reference, Say, Wish, compare_played, measu
 from perdure_lab.policies.throughput import Shape, Throughput
 from perdure_lab.report import MadeStep
 from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode
-from perdure.model.errors import PlatformError
-from perdure.model.report import ACCOUNTS, Recovery
 
 RATES = {1: 10.0, 2: 20.0, 3: 30.0}
 """Of a step of 30 samples: 3, 1.5 and 1 s."""

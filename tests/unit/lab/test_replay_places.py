@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from tests.waiting import PATIENCE_S, wait_until
 
-from perdure_lab.cli.trace import hear_stop
+from perdure.cli.speech.say import hear_stop
+from perdure.drill.gates import Gates, kill_nodes
 from perdure.files import is_locked
-from perdure_lab.live.fleets.local import Gates, kill_nodes
-from perdure_lab.live.session import NODES_MAX, check_rising, check_trace
-from perdure_lab.policies.throughput import Shape, Throughput
-from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.service.jobfiles import Parts, write_document
 from perdure.service.jobfolders import paths_of
 from perdure.service.processes import find_by_title
+from perdure_lab.live.session import NODES_MAX, check_rising, check_trace
+from perdure_lab.policies.throughput import Shape, Throughput
+from perdure_lab.traces import AvailabilityTrace, Stay, TraceNode
 
 
 def make(*stays: tuple[float, float | None]) -> AvailabilityTrace:

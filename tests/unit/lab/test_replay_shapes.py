@@ -1,8 +1,8 @@
 """The shapes of a pipelined world in the course of a replay, as its journal has them."""
 
+from perdure.model.events import JournalEntry, WorldReformed
 from perdure_lab.live.live import read_formed_shapes
 from perdure_lab.report import FormedShape
-from perdure.model.events import JournalEntry, WorldReformed
 
 
 def make(*rows: tuple[int, int, float, str, bool]) -> list[JournalEntry]:

@@ -18,23 +18,23 @@ from tests.waiting import PATIENCE_S
 
 from perdure.cli.app import run_command
 from perdure.cli.page.results import OTHERS_MAX, PAGE_MAX, Results
+from perdure.drill.card import Card, KeptDrill
 from perdure.failpoints import SWITCH, switch
-from perdure.drill.card import Card
-from perdure_lab.results import (
+from perdure.model.codec import encode
+from perdure.model.errors import PlatformError, ProtocolError
+from perdure.service.results import (
     FILES_MAX,
     KEPT_MAX,
     SIZE_MAX,
     TOTAL_MAX,
-    KeptDrill,
-    KeptReplay,
     keep_result,
     list_results,
     locate_results,
     read_result,
 )
-from perdure.model.codec import encode
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure_lab.results import KeptReplay
 
+ANY = KeptDrill | KeptReplay
 PROFILE = Path(__file__).resolve().parents[3] / "examples" / "cost_profile.json"
 PLAN = ["plan", str(PROFILE), "--devices", "2", "--global-batch", "8", "--memory", "16GB"]
 
@@ -49,13 +49,13 @@ def test_what_was_kept_is_what_is_read(tmp_path: Path) -> None:
     odd = msgspec.structs.replace(CARD, job="\ud800", drilled_s=math.nan)
     for result in (KeptDrill(card=odd), KeptReplay(result=REPLAY)):
         path = keep_result(str(tmp_path), result)
-        found = read_result(path.parent, path.stem)
+        found = read_result(path.parent, path.stem, ANY)
         assert type(found) is type(result)
         assert found.at_s > 1.7e9
         assert found.version
-    assert read_result(path.parent, path.stem).result == REPLAY  # type: ignore[union-attr]
+    assert read_result(path.parent, path.stem, ANY).result == REPLAY  # type: ignore[attr-defined]
     (name,) = [n for n in list_results(path.parent).names if n.startswith("drill")]
-    card = read_result(path.parent, name).card  # type: ignore[union-attr]
+    card = read_result(path.parent, name, ANY).card  # type: ignore[attr-defined]
     assert math.isnan(card.drilled_s)
     assert card.job == r"\ud800"
 
@@ -284,6 +284,6 @@ def test_a_card_of_another_version_with_more_in_it_is_read(tmp_path: Path) -> No
     document = json.loads(path.read_bytes())
     document["new"] = document["card"]["new"] = 1
     path.write_text(json.dumps(document))
-    found = read_result(path.parent, path.stem)
+    found = read_result(path.parent, path.stem, ANY)
     assert isinstance(found, KeptDrill)
     assert isinstance(found.card, Card)

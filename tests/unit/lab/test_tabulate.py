@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from perdure_lab.policies.throughput import Shape, shape_of, tabulate
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import read_profile
 from perdure.model.planning.world import Stage, World, make_devices
 from perdure.plan.worlds.planner import Request, plan_worlds
+from perdure_lab.policies.throughput import Shape, shape_of, tabulate
 
 PROFILE = Path(__file__).resolve().parents[3] / "examples" / "cost_profile.json"
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from perdure.cli.app import run_command
-from perdure_lab.policies.policies import POLICIES
 from perdure.model.report import ACCOUNTS
+from perdure_lab.policies.policies import POLICIES
 
 TAU = {
     "models": {

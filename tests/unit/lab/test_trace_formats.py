@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from tests.traces import traces
 
+from perdure.model.errors import ConfigError
 from perdure_lab.traces import (
     FORMATS,
     AvailabilityTrace,
@@ -15,7 +16,6 @@ from perdure_lab.traces import (
     read_trace,
 )
 from perdure_lab.traces.formats import DAY_S, add_quiet
-from perdure.model.errors import ConfigError
 
 EVENTS = "0,add,a\r\n0,add,b\n60000,remove,b\r\n90000,add,c\r\n"
 PARCAE = (

@@ -24,8 +24,9 @@ from perdure.model.job import (
     TorchftConfig,
     TrackingConfig,
 )
+from perdure_lab.drill.boxes import GUARD
 
-PROGRAMS = ("box.py", "results.py", "../../lab/drill/guard.py")
+PROGRAMS = ("box.py", "results.py", GUARD)
 
 
 def find_python(version: str) -> str:

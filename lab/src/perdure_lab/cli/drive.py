@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from perdure.cli.platforms.profiles import Host
-from perdure.cli.speech.say import Json, Width, answer, note
+from perdure.cli.platforms.profiles import Host, ask_person, choose_profile, here
+from perdure.cli.speech.say import Json, Width, answer, check_writable, note, show_play
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.service.jobfolders import resolve_home
 from perdure_lab.cli.trace import (
     AllNodes,
     CoalesceLive,
@@ -24,21 +26,17 @@ from perdure_lab.cli.trace import (
     Speed,
     Until,
     app,
-    check_writable,
     load_trace,
     prepare,
-    show_play,
     tell_replay,
 )
 from perdure_lab.traces import AvailabilityTrace
-from perdure.model.errors import ConfigError, SafetyError
-from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:
-    from perdure_lab.live.fleets.fleet import Fleet, Node
-    from perdure_lab.live.live import Schedule
     from perdure.model.job import JobSpec
     from perdure.model.platforms.launching import LaunchRecord
+    from perdure_lab.live.fleets.fleet import Fleet, Node
+    from perdure_lab.live.live import Schedule
 
 
 Target = Annotated[
@@ -113,8 +111,7 @@ def drive(
     stopped at the end. A running job gets all its nodes back. The job is compared with its own
     pace. Ctrl-C ends it with the results so far.
     """
-    from perdure_lab.live.driving import DriveWish, check_drive
-    from perdure_lab.live.driving import drive as drive_job
+    from perdure_lab.live import driving
     from perdure_lab.traces.formats import add_quiet
 
     trace = load_trace(file, format_name, duration, nodes=nodes, until=until)
@@ -127,15 +124,15 @@ def drive(
         most = max(1, min(nodes_max or len(there), len(there) - staying))
         trace = prepare(trace, most, speed, notice, coalesce_s, drawn)
         trace = add_quiet(trace, len(trace.nodes) + staying)
-        wish = DriveWish(trace, home, speed, notice, drawn, start_s, stop=stop or not runs)
-        schedule = check_drive(wish, fleet.spec, there)
+        wish = driving.DriveWish(trace, home, speed, notice, drawn, start_s, stop=stop or not runs)
+        schedule = driving.check_drive(wish, fleet.spec, there)
         if dry_run:
             _tell_schedule(schedule, trace, fleet.spec, there, as_json=as_json)
             return 0
         if runs and not yes:
             _ask_name(fleet, there)
         with show_play("drive") as bar:
-            result = drive_job(wish, fleet, bar.say)
+            result = driving.drive(wish, fleet, bar.say)
     tell_replay(result, svg, html, width, as_json=as_json)
     return 3 if result.trouble else 0
 
@@ -156,14 +153,11 @@ def _tell_schedule(
     document = {"dry_run": True, "job": spec.name, "duration_s": length_s,
                 "nodes": [node._asdict() for node in nodes], "fixed": told}  # fmt: skip
     text = render_schedule(schedule.first, schedule.acts, spec.name, length_s, nodes)
-    text = "\n".join([text, *([told] if told else [])])
-    answer(document | schedule._asdict(), text, as_json=as_json)
+    answer(document | schedule._asdict(), f"{text}\n{told}".rstrip("\n"), as_json=as_json)
 
 
 def _ask_name(fleet: "Fleet", nodes: "Sequence[Node]") -> None:
     """Have a person type the job's name: what runs there is taken from a job that is theirs."""
-    from perdure.cli.platforms.profiles import ask_person
-
     name, able = fleet.spec.name, [node for node in nodes if not node.stays]
     machines = ", ".join(dict.fromkeys(node.machine for node in able))
     note(
@@ -212,8 +206,6 @@ def _follow_elsewhere(record: "LaunchRecord") -> "Fleet":
     Raises:
         ConfigError: nodes of such a place cannot be taken away.
     """
-    from perdure.cli.platforms.profiles import here
-
     _check_kind(record.profile.kind)
     if record.profile.kind == "kubernetes":
         from perdure_lab.live.fleets import pods
@@ -240,7 +232,6 @@ def _make_elsewhere(job_file: str, on: str, host: str | None, notice_s: float) -
         ConfigError: nodes of such a place cannot be taken away.
     """
     from perdure.cli.platforms.launch import check_launch, make_launch_spec, make_plan, submit
-    from perdure.cli.platforms.profiles import choose_profile, here
 
     place = here()
     profile = choose_profile(on, host, place.home).profile

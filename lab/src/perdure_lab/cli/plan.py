@@ -143,16 +143,17 @@ def _keep_plan(
     """Keep what was found for a profile's file called `name`."""
     from perdure_lab.results import KeptPlan
 
-    kept = KeptPlan(
-        profile=name,
-        fingerprint=profile.fingerprint,
-        devices=len(there),
-        per_node=per_node,
-        memory_bytes=there[0].memory_bytes,
-        global_batch=request.global_batch,
-        plan=found,
+    keep(
+        KeptPlan(
+            profile=name,
+            fingerprint=profile.fingerprint,
+            devices=len(there),
+            per_node=per_node,
+            memory_bytes=there[0].memory_bytes,
+            global_batch=request.global_batch,
+            plan=found,
+        )
     )
-    keep(kept)
 
 
 def load_profile(file: Path) -> CostProfile:
@@ -161,12 +162,20 @@ def load_profile(file: Path) -> CostProfile:
     Raises:
         ConfigError: There is none, or it is malformed.
     """
+    return read_profile(read_text(file, str(file), HINT), str(file))
+
+
+def read_text(file: Path, what: str, hint: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: There is none, or it is not UTF-8: "cannot read `what`".
+    """
     try:
-        text = read_file(file, follow=True).decode()
+        return read_file(file, follow=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "expected UTF-8"
-        raise ConfigError(f"cannot read {file}: {why}", hint=HINT) from error
-    return read_profile(text, str(file))
+        raise ConfigError(f"cannot read {what}: {why}", hint=hint) from error
 
 
 def parse_size(text: str) -> int:

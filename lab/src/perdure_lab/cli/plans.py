@@ -1,7 +1,7 @@
 """A plan of worlds as a page: the chosen one, and those that are slower."""
 
-from perdure_lab.cli.plan import describe_option, explain_excluded
 from perdure.dash.page import Document, render_html_paragraphs, render_html_table
+from perdure_lab.cli.plan import describe_option, explain_excluded
 from perdure_lab.results import KeptPlan
 
 _WORLDS = ("world", "slower", "bubble", "step s", "samples/s", "memory GB", "idle")

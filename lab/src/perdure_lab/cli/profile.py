@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.speech.say import Json, answer, note, render_table
+from perdure.cli.speech.say import Json, answer, check_writable, hear_stop, note, render_table
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.planning.costs import (
@@ -80,8 +80,6 @@ def profile(
     figures of the same model on the same machine stay. With --nnodes, type the command on every
     node; the first one has the profile.
     """
-    from perdure_lab.cli.trace import check_writable, hear_stop
-
     if not script.is_file():
         raise ConfigError(f"no such script: {script}")
     check_writable(out)

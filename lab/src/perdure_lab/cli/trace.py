@@ -1,19 +1,29 @@
 """`perdure trace`: recorded availability read, shown, changed, made up, simulated and played."""
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from perdure.cli.page.keeping import keep
-from perdure.cli.speech.say import Json, Width, answer, keep_given, note, print_json, write_asked
+from perdure.cli.speech.say import (
+    Json,
+    Width,
+    answer,
+    check_writable,
+    keep_given,
+    note,
+    print_json,
+    show_play,
+    write_asked,
+)
 from perdure.dash.terminal import print_exact
 from perdure.files.regular import read_file
+from perdure.model.errors import ConfigError
+from perdure.service.jobfolders import resolve_home
+from perdure_lab.cli.plan import load_profile, parse_size, read_text
 from perdure_lab.policies.policies import (
     POLICIES,
     Policy,
@@ -22,8 +32,8 @@ from perdure_lab.policies.policies import (
     parse_policies,
     pick_names,
 )
-from perdure_lab.policies.throughput import MODELS, Throughput, read_throughput
-from perdure_lab.report import Physics
+from perdure_lab.policies.throughput import MODELS, Throughput, read_throughput, tabulate
+from perdure_lab.report import DriveResult, MeasuredCosts, Physics, ReplayResult
 from perdure_lab.traces import (
     FORMATS,
     AvailabilityTrace,
@@ -31,16 +41,15 @@ from perdure_lab.traces import (
     list_intervals,
     read_trace,
 )
-from perdure_lab.traces.figures import draw_victims
+from perdure_lab.traces.figures import (
+    AvailabilityModel,
+    describe_availability,
+    draw_victims,
+    fit_availability,
+)
+from perdure_lab.traces.figures import generate as generate_trace
 from perdure_lab.traces.formats import Format, add_quiet
 from perdure_lab.traces.transform import announce, coalesce, cut, scale_to, speed_up
-from perdure.model.errors import ConfigError
-from perdure.service.jobfolders import resolve_home
-
-if TYPE_CHECKING:
-    from perdure.cli.speech.bar import Bar
-    from perdure_lab.report import MeasuredCosts, Physics, ReplayResult
-    from perdure_lab.traces.figures import AvailabilityModel
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,8 +87,8 @@ Coalesce = Annotated[
     float,
     typer.Option("--coalesce", metavar="SECONDS", min=0, help="Take changes so close together."),
 ]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also draw it there.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also draw it there.")]
 
 
 def load_trace(
@@ -99,15 +108,7 @@ def load_trace(
     Raises:
         ConfigError: There is no such file, or it is malformed.
     """
-    try:
-        text = read_file(file, follow=True).decode()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", hint="a trace file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file}: byte {error.start} is not text; expected UTF-8",
-            hint="docs/traces.md shows each format",
-        ) from error
+    text = read_text(file, str(file), "a trace file; docs/traces.md shows each format")
     trace = read_trace(text, str(file), format_name=format_name, duration_s=duration_s, tell=note)
     trace = msgspec.structs.replace(trace, name=file.name)
     if nodes is not None:
@@ -137,20 +138,20 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a trace: how many nodes were there when, how often that changed, and how."""
-    from perdure.dash.svg import stand_alone
     from perdure_lab.results import KeptTrace, fold_counts
     from perdure_lab.screens import draw_nodes, make_trace_document, render_summary
-    from perdure_lab.traces.figures import describe_availability
 
     trace = load_trace(
         file, format_name, duration, nodes=nodes, speed=speed, scale=scale_to, coalesce_s=coalesce
     )
     figures = describe_availability(trace)
     counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
-    if svg is not None:
-        write_asked(svg, stand_alone(draw_nodes(counts, trace.duration_s)))
-    if html is not None:
-        write_asked(html, make_trace_document(figures, counts).render_file())
+    write_drawn(
+        svg,
+        lambda: draw_nodes(counts, trace.duration_s),
+        html,
+        lambda: make_trace_document(figures, counts),
+    )
     keep(KeptTrace(figures=figures, counts=fold_counts(counts, trace.duration_s)))
     samples = [{"at_s": at_s, "nodes": count} for at_s, count in counts]
     document = {**msgspec.to_builtins(figures), "counts": samples}
@@ -258,9 +259,6 @@ def generate(
     Nodes leave and come without memory, in bursts. With --json the document is the model drawn
     from; the trace needs --out then.
     """
-    from perdure_lab.traces.figures import AvailabilityModel, fit_availability
-    from perdure_lab.traces.figures import generate as generate_trace
-
     if as_json and out is None:
         raise ConfigError("--json needs --out", hint="the trace itself goes to that file")
     if like is not None:
@@ -277,13 +275,13 @@ def generate(
 
 
 def _change_model(
-    model: "AvailabilityModel",
+    model: AvailabilityModel,
     nodes: int | None,
     mtbf_s: float | None,
     absence_s: float | None,
     burst: int | None,
     notice_s: float | None,
-) -> "AvailabilityModel":
+) -> AvailabilityModel:
     """Return `model` with what is not None said by hand."""
     share = model.nodes_first / model.nodes_max if model.nodes_max else 1.0
     changes = keep_given(
@@ -389,14 +387,12 @@ def simulate(
     _simulate(trace, table, policies, physics, seed if drawn else None, sweep, svg, html, as_json)
 
 
-def load_costs(path: Path) -> "MeasuredCosts":
+def load_costs(path: Path) -> MeasuredCosts:
     """Return the costs in a file that `trace replay --costs` has written.
 
     Raises:
         ConfigError: it cannot be read, or is none.
     """
-    from perdure_lab.report import MeasuredCosts
-
     try:
         return msgspec.json.decode(read_file(path, follow=True), type=MeasuredCosts)
     except (OSError, msgspec.MsgspecError) as error:
@@ -422,11 +418,8 @@ def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) 
     if not path.exists() and ":" in tau:
         name, _, model = tau.rpartition(":")
         path = Path(name)
-    try:
-        text = read_file(path, follow=True).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        hint = f"--tau FILE, FILE:MODEL, {' or '.join(MODELS)}"
-        raise ConfigError(f"cannot read a table of throughput from {tau}", hint=hint) from error
+    hint = f"--tau FILE, FILE:MODEL, {' or '.join(MODELS)}"
+    text = read_text(path, f"a table of throughput from {tau}", hint)
     return read_throughput(text, str(path), model, state_bytes=state_bytes)
 
 
@@ -436,9 +429,6 @@ def plan_throughput(tau: str, nodes_max: int) -> Throughput:
     Raises:
         ConfigError: it is not of that form, the profile is malformed, or nothing fits.
     """
-    from perdure_lab.cli.plan import load_profile, parse_size
-    from perdure_lab.policies.throughput import tabulate
-
     name, colon, memory = tau.removeprefix("plan:").rpartition(":")
     file, second, batch = name.rpartition(":")
     if not colon or not second or not batch.isdecimal() or int(batch) < 1:
@@ -452,7 +442,7 @@ def _simulate(
     trace: AvailabilityTrace,
     table: Throughput,
     policies: list[Policy],
-    physics: "Physics",
+    physics: Physics,
     seed: int | None,
     sweep: bool,
     svg: Path | None,
@@ -460,7 +450,6 @@ def _simulate(
     as_json: bool,
 ) -> None:
     from perdure.cli.speech.bar import Bar
-    from perdure.dash.svg import stand_alone
     from perdure_lab.results import KeptSimulation, fold_counts
     from perdure_lab.screens import draw_rates, make_simulation_document, render_comparison
     from perdure_lab.simulation.compare import compare, sweep_communicator
@@ -473,11 +462,13 @@ def _simulate(
             comparison = msgspec.structs.replace(comparison, sweep=rows)
     rates = {"U1": compute_area_rates(trace, table)}
     rates |= {name: outcome.rates for name, outcome in outcomes.items()}
-    if svg is not None:
-        write_asked(svg, stand_alone(draw_rates(comparison, rates)))
     counts = [(i.begin_s, len(i.living)) for i in list_intervals(trace)]
-    if html is not None:
-        write_asked(html, make_simulation_document(comparison, counts, rates).render_file())
+    write_drawn(
+        svg,
+        lambda: draw_rates(comparison, rates),
+        html,
+        lambda: make_simulation_document(comparison, counts, rates),
+    )
     end_s = trace.duration_s
     folded = {name: fold_counts(rows, end_s) for name, rows in rates.items()}
     keep(KeptSimulation(comparison=comparison, counts=fold_counts(counts, end_s), rates=folded))
@@ -579,52 +570,27 @@ def replay(
     tell_replay(result, svg, html, width, as_json=as_json)
 
 
-def check_writable(*asked: Path | None) -> None:
-    """Refuse files that could not be written once all was played.
+def write_drawn(
+    svg: Path | None, draw: Callable[[], str], html: Path | None, make: Callable[[], Any]
+) -> None:
+    """Write a drawing to `svg` and a page to `html`, if a person asked for them."""
+    from perdure.dash.svg import stand_alone
 
-    Raises:
-        ConfigError: the folder of one of them cannot be written.
-    """
-    for path in asked:
-        if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            raise ConfigError(f"{path}: its folder cannot be written", hint="another FILE")
-
-
-def hear_stop() -> None:
-    """Have SIGTERM end a play as Ctrl-C does, and the hang-up of its terminal, but under nohup."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
-
-
-@contextmanager
-def show_play(name: str) -> "Iterator[Bar]":
-    """Give the bar of a play, which stops for nobody who does not read it, and ends as asked."""
-    from perdure.cli.speech.bar import Bar
-    from perdure.cli.speech.unread import unread_streams
-
-    hear_stop()
-    with unread_streams(), Bar(name) as bar:
-        yield bar
+    if svg is not None:
+        write_asked(svg, stand_alone(draw()))
+    if html is not None:
+        write_asked(html, make().render_file())
 
 
 def tell_replay(
-    result: "ReplayResult", svg: Path | None, html: Path | None, width: int, *, as_json: bool
+    result: ReplayResult, svg: Path | None, html: Path | None, width: int, *, as_json: bool
 ) -> None:
     """Answer with what a play has shown, and write what was asked for beside it."""
-    from perdure.dash.svg import stand_alone
-    from perdure_lab.report import DriveResult
     from perdure_lab.results import KeptDrive, KeptReplay
     from perdure_lab.screens import draw_replay, make_replay_document, render_replay
 
-    if isinstance(result, DriveResult):
-        keep(KeptDrive(result=result))
-    else:
-        keep(KeptReplay(result=result))
-    if svg is not None:
-        write_asked(svg, stand_alone(draw_replay(result)))
-    if html is not None:
-        write_asked(html, make_replay_document(result).render_file())
+    keep(KeptDrive(result=result) if isinstance(result, DriveResult) else KeptReplay(result=result))
+    write_drawn(svg, lambda: draw_replay(result), html, lambda: make_replay_document(result))
     answer(result, render_replay(result, width), as_json=as_json)
 
 
@@ -637,8 +603,6 @@ def prepare(
     seed: int | None,
 ) -> AvailabilityTrace:
     """Return `trace` as it is played: its seconds are those of the clock."""
-    from perdure_lab.traces.figures import draw_victims
-
     trace = speed_up(trace, speed) if speed != 1.0 else trace
     if max(len(i.living) for i in list_intervals(trace)) > nodes_max:
         trace = scale_to(trace, nodes_max)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -30,8 +31,6 @@ from perdure.drill.place import NotMadeError, Place, Run, Victim
 from perdure.drill.planning import Act, DrillWish
 from perdure.drill.rehearsal import Say, rehearse
 from perdure.drill.strikes import SIGNALS
-from perdure_lab.live.fleets.boxes import BoxFleet
-from perdure_lab.live.fleets.elsewhere import at_once, wait
 from perdure.launch import ssh
 from perdure.launch.channel import ANSWER, Channel
 from perdure.launch.exchange import UnreachedError, last_line
@@ -47,6 +46,8 @@ from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
 from perdure.model.platforms.profile import Profile
 from perdure.model.report import Snapshot
 from perdure.telemetry.restarts import Began
+from perdure_lab.live.fleets.boxes import BoxFleet
+from perdure_lab.live.fleets.elsewhere import at_once, wait
 
 T = TypeVar("T")
 _TOUCH_S = 10.0
@@ -56,7 +57,8 @@ _ANSWER_S = 120.0
 _STOP_S = 20.0
 _PAUSES_S = (1.0, 4.0)
 """Before what is only looked up is asked again, where the connection broke."""
-_PROGRAM, _GUARD = "../../adapters/confinement.py", "../../lab/drill/guard.py"
+_PROGRAM = "../../adapters/confinement.py"
+GUARD = str(Path(__file__).with_name("guard.py"))
 GUARD_S = LEASE_S + 30.0
 """A box's own watch is first: it knows more that is to be removed."""
 
@@ -296,7 +298,7 @@ def guard(plan: Plan) -> None:
     Channel(plan.profile.launch).must(
         f'{folder} && cd .. && python3 - "$(pwd)" {GUARD_S:g}',
         hint="overrides.DATA_DIR",
-        stdin=read_program(_GUARD).encode(),
+        stdin=read_program(GUARD).encode(),
     )
 
 

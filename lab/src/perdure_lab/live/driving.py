@@ -9,8 +9,6 @@ enough, and in proportion to the nearest of these elsewhere.
 import bisect
 import os
 import platform
-import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from perdure_lab.live.fleets.fleet import Fleet, Node
-from perdure_lab.live.ledger import Run, average_rates, count_moves, cut_ledger
-from perdure_lab.live.live import Played, Schedule, plan_schedule, play
-from perdure_lab.live.session import Say, Wish, check_trace, compare_with
-from perdure_lab.live.systems import Driven
-from perdure_lab.policies.throughput import Shape, Throughput
-from perdure_lab.report import DriveResult, MadeStep, MeasuredCosts, Phases
-from perdure_lab.traces import AvailabilityTrace, list_intervals
+from perdure.drill.here import sweep
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.events import (
     GenerationStepping,
@@ -41,6 +32,14 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.service.processes import guarded
+from perdure_lab.live.fleets.fleet import Fleet, Node
+from perdure_lab.live.ledger import Run, average_rates, count_moves, cut_ledger
+from perdure_lab.live.live import Played, Schedule, plan_schedule, play
+from perdure_lab.live.session import Say, Wish, check_trace, compare_with
+from perdure_lab.live.systems import Driven
+from perdure_lab.policies.throughput import Shape, Throughput
+from perdure_lab.report import DriveResult, MadeStep, MeasuredCosts, Phases
+from perdure_lab.traces import AvailabilityTrace, list_intervals
 
 _LOOK_S = 0.2
 _CALM_S = 60.0
@@ -181,7 +180,7 @@ def make_folder(home: str) -> Iterator[Path]:
     """Give a folder for what a drive of a job of this machine leaves; the job ends with us."""
     folders = Path(home, "replay")
     folders.mkdir(parents=True, exist_ok=True)
-    _sweep(folders)
+    sweep(folders, f"drive-{platform.node()}-")
     with (
         guarded("PERDURE_REPLAY"),
         tempfile.TemporaryDirectory(
@@ -205,15 +204,6 @@ def _check_enough(system: Driven, trace: AvailabilityTrace, spec: JobSpec, say: 
         )
     if told:
         say("note", 0.0, told)
-
-
-def _sweep(folders: Path) -> None:
-    """Remove what drives of this machine that were killed have left; others may share the disk."""
-    here = re.escape(f"drive-{platform.node()}-")
-    for path in folders.iterdir():
-        name = re.fullmatch(rf"{here}(\d+)-[^-]+", path.name)
-        if name is not None and not os.path.exists(f"/proc/{name[1]}"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _time_steadily(system: Driven, nodes: int, at_most_s: float) -> float:

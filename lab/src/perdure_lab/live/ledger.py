@@ -11,12 +11,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from perdure_lab.report import PHASES, MadeStep, MeasuredCosts, Phases
-from perdure_lab.simulation.ledger import Ledger
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.report import Recovery
 from perdure.telemetry.ledger import LedgerFold
+from perdure_lab.report import PHASES, MadeStep, MeasuredCosts, Phases
+from perdure_lab.simulation.ledger import Ledger
 
 Present = Sequence[tuple[float, frozenset[int]]]
 """(seconds, places with a machine from then on), in order."""

@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from perdure.model.events import JournalEntry, WorldReformed
+from perdure.model.report import Recovery
+from perdure.telemetry.ledger import make_report
 from perdure_lab.live.ledger import Run, join_steps
 from perdure_lab.live.systems import System
 from perdure_lab.report import FormedShape, MadeStep
 from perdure_lab.traces import AvailabilityTrace, list_changes, list_intervals
-from perdure.model.events import JournalEntry, WorldReformed
-from perdure.model.report import Recovery
-from perdure.telemetry.ledger import make_report
 
 _ORDER = ("leave", "come", "notice")
 """At one instant."""

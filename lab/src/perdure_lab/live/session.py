@@ -21,6 +21,10 @@ from secrets import token_hex
 from statistics import median
 from typing import NamedTuple
 
+from perdure.model.codec import encode
+from perdure.model.errors import PlatformError, SafetyError
+from perdure.service.jobfiles import write_atomic
+from perdure.service.processes import guarded
 from perdure_lab.live.ledger import (
     close_ledger,
     compute_pace,
@@ -48,10 +52,6 @@ from perdure_lab.report import Comparison, MeasuredCosts, Physics, ReplayResult,
 from perdure_lab.simulation.compare import compare
 from perdure_lab.traces import AvailabilityTrace, list_intervals
 from perdure_lab.traces.transform import cut
-from perdure.model.codec import encode
-from perdure.model.errors import PlatformError, SafetyError
-from perdure.service.jobfiles import write_atomic
-from perdure.service.processes import guarded
 
 STATE_BYTES = 3.2e6
 """Of the model in `paced`, with its moments."""
@@ -295,15 +295,14 @@ def _make_perdure(wish: Wish, count: int, where: Path) -> Perdure:
 
 def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
     where = folder / name
-    if name == "perdure":
-        return _make_perdure(wish, count, where)
-    if name == "torchrun":
-        return Torchrun(where, wish.pace_s)
-    if name == "varuna":
-        return Morphing(where, wish.pace_s, wish.stages)
-    if name == "torchft-default":
-        return Torchft(where, count, wish.pace_s, DEFAULT_TIMES)
-    return Torchft(where, count, wish.pace_s)
+    makers: dict[str, Callable[[], System]] = {
+        "perdure": lambda: _make_perdure(wish, count, where),
+        "torchrun": lambda: Torchrun(where, wish.pace_s),
+        "torchft": lambda: Torchft(where, count, wish.pace_s),
+        "torchft-default": lambda: Torchft(where, count, wish.pace_s, DEFAULT_TIMES),
+        "varuna": lambda: Morphing(where, wish.pace_s, wish.stages),
+    }
+    return makers[name]()
 
 
 def _play_one(

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from perdure.adapters.host import pick_free_ports
-from perdure_lab.live.fleets.fleet import Fleet
-from perdure_lab.live.fleets.local import LocalFleet, kill_tree, start_process
-from perdure_lab.report import MadeStep
 from perdure.model.codec import decode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import JournalEntry
 from perdure.model.job import DetectConfig, JobSpec, RestartConfig
 from perdure.model.report import RankRow, Snapshot
+from perdure_lab.live.fleets.fleet import Fleet
+from perdure_lab.live.fleets.local import LocalFleet, kill_tree, start_process
+from perdure_lab.report import MadeStep
 
 MICRO_BATCHES = 56
 """Of a step: of 1 to 8 nodes, each more makes it shorter (56, 28, 19, 14, 12, 10, 8, 7)."""

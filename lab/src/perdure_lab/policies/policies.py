@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from perdure_lab.report import MeasuredCosts, Phases
 from perdure.model.errors import ConfigError
+from perdure_lab.report import MeasuredCosts, Phases
 
 
 class Policy(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from perdure.plan.checkpoints import daly
 from perdure_lab.policies.policies import Policy
 from perdure_lab.policies.throughput import Throughput, has_lost_neighbours
 from perdure_lab.report import PHASES, Phases, Physics
@@ -19,7 +20,6 @@ from perdure_lab.simulation.ledger import Ledger, Work
 from perdure_lab.simulation.respond import Responder, Target
 from perdure_lab.traces import AvailabilityTrace, Departure, Interval, list_intervals
 from perdure_lab.traces.transform import delay
-from perdure.plan.checkpoints import daly
 
 _EPSILON_S = 1e-9
 _Copies = Literal["whole", "snapshot", "none"]

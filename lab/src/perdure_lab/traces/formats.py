@@ -16,6 +16,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from perdure.model.errors import ConfigError
+from perdure.model.source import Path, Source, locate_value, split_place
 from perdure_lab.traces.nouns import (
     AvailabilityTrace,
     Builder,
@@ -27,8 +29,6 @@ from perdure_lab.traces.nouns import (
     list_changes,
     list_intervals,
 )
-from perdure.model.errors import ConfigError
-from perdure.model.source import Path, Source, locate_value, split_place
 
 VERSION = 1
 

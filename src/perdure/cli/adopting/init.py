@@ -143,7 +143,7 @@ def try_script(path: Path, project: "Project", job: Path, text: str, budget_s: f
     """
     from perdure.adapters.confinement import can_confine
     from perdure.cli.drill import Request, look_here
-    from perdure_lab.cli.trace import show_play
+    from perdure.cli.speech.say import show_play
 
     confined = can_confine()
     changed = {path.parent.resolve() / path.name: text}

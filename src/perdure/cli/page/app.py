@@ -50,15 +50,15 @@ from perdure.cli.looking.apart import run_apart
 from perdure.cli.page.acts import ACTS, Act, ask
 from perdure.cli.page.door import Access, Door, Role, Way, show_told
 from perdure.cli.page.reading import JobReading
-from perdure.cli.page.results import KINDS, Results
+from perdure.cli.page.results import Results
 from perdure.cli.page.runs import Snapshots
 from perdure.dash.page import read_style, render_html
 from perdure.dash.sections import BEAT_S, SAVED, Asked, Picture, list_marks, render, render_section
 from perdure.dash.svg import thin
-from perdure.service.results import KEPT_MAX, TOTAL_MAX, is_result
 from perdure.model.errors import PerdureError
 from perdure.model.report import Snapshot
 from perdure.service.jobfolders import list_jobs
+from perdure.service.results import KEPT_MAX, TOTAL_MAX, is_result
 from perdure.telemetry.series import Series
 
 PANELS = (
@@ -361,7 +361,7 @@ class Site:
 
     def _render_results(self) -> dict[str, str]:
         listing = self.results.look()
-        values = {"listing": listing, "kinds": KINDS, "limits": (KEPT_MAX, TOTAL_MAX)}
+        values = {"listing": listing, "kinds": self.results.kinds, "limits": (KEPT_MAX, TOTAL_MAX)}
         return {"results": render("sections/results.html", **values)}
 
     def _render_result(self, name: str) -> str:

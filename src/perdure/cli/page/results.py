@@ -2,47 +2,21 @@
 
 import logging
 import time
-from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple, assert_never
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
-from perdure_lab.cli.plans import make_plan_document
 from perdure.cli.page.runs import identify
+from perdure.cli.plugins import list_plugins
 from perdure.dash.page import Document
+from perdure.drill.card import KeptDrill
 from perdure.drill.screens import make_card_document, render_counts
-from perdure_lab.report import DriveResult, ReplayResult
-from perdure_lab.results import (
-    SIZE_MAX,
-    KeptDrill,
-    KeptDrive,
-    KeptPlan,
-    KeptReplay,
-    KeptSimulation,
-    KeptTrace,
-    Result,
-    list_results,
-    locate_results,
-    read_result,
-)
-from perdure_lab.screens import (
-    make_replay_document,
-    make_simulation_document,
-    make_trace_document,
-    render_time,
-)
 from perdure.model.codec import make_encodable
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.plain import shorten_line
+from perdure.service.results import SIZE_MAX, Kept, list_results, locate_results, read_result
 
-KINDS = {
-    "drill": "Drills",
-    "drive": "Traces played against a job",
-    "replay": "Replays",
-    "simulation": "Simulations",
-    "plan": "Plans",
-    "trace": "Traces",
-}
-"""What each kind of result is headed by, in the order of the page."""
 OTHERS_MAX = 20
 """Files that are no results, and are named."""
 PAGE_MAX = SIZE_MAX
@@ -51,6 +25,26 @@ PAGE_MAX = SIZE_MAX
 A file with more bytes is refused before it is read; a page is only made of those below.
 """
 _TITLE_MAX, _SAID_MAX, _TOLD_MAX = 120, 300, 4000
+
+
+class Kind(NamedTuple):
+    """How one kind of results is shown."""
+
+    heading: str
+    type_: type[Kept]
+    tell: Callable[[Any], tuple[str, str, str]]
+    """Returns the title of a result, its figures, and its state as in `ResultRow`."""
+    render: Callable[[Any], Document]
+
+
+def tell_card(kept: KeptDrill) -> tuple[str, str, str]:
+    """Return what a card is of, what it has shown, and how it went."""
+    card = kept.card
+    said = "; ".join(text for text in (render_counts(card), card.reason) if text)
+    return card.job, said, "passed" if card.passed else "failed"
+
+
+DRILL = Kind("Drills", KeptDrill, tell_card, lambda kept: make_card_document(kept.card))
 
 
 class ResultRow(NamedTuple):
@@ -85,6 +79,9 @@ class Results:
     def __init__(self, home: str) -> None:
         """Begin with none."""
         self.folder = locate_results(home)
+        lab = list_plugins().get("results")
+        self.kinds = {"drill": DRILL, **(lab.load() if lab else {})}
+        self._any: Any = reduce(or_, (kind.type_ for kind in self.kinds.values()))
         self._known: dict[str, tuple[tuple[int, int], ResultRow | str]] = {}
 
     def look(self) -> Listing:
@@ -97,14 +94,14 @@ class Results:
             found = list_results(self.folder)
         except OSError as error:
             raise PlatformError(f"cannot read {self.folder}: {error.strerror}") from None
-        rows: dict[str, list[ResultRow]] = {kind: [] for kind in KINDS}
+        rows: dict[str, list[ResultRow]] = {kind: [] for kind in self.kinds}
         faults = [(make_encodable(name), "not one of perdure's") for name in found.others]
         known = {}
         for name in (*found.names, *found.unlike):
             identity = identify(str(self.folder / f"{name}.json"))
             seen = self._known.get(name)
             if seen is None or seen[0] != identity:
-                seen = (identity, _summarise(self.folder, name))
+                seen = (identity, self._summarise(name))
             known[name] = seen
             if isinstance(seen[1], str):
                 faults.append((f"{name}.json", seen[1]))
@@ -123,8 +120,8 @@ class Results:
             ProtocolError: it cannot be shown.
         """
         try:
-            result = _read(self.folder, name)
-            row, document = _make_row(name, result), make_document(result)
+            kind, result = self._read(name)
+            row, document = _make_row(kind, name, result), kind.render(result)
             size = sum(len(html) for _, html in document.sections)
             if size > PAGE_MAX:
                 raise ProtocolError(f"its page would have {size:,} characters")
@@ -138,41 +135,26 @@ class Results:
         told = tuple(shorten_line(text, _TOLD_MAX) for text in document.told)
         return row, Document(shorten_line(document.title, _TITLE_MAX), told, document.sections)
 
+    def _summarise(self, name: str) -> ResultRow | str:
+        """Return a result's line, or why it has none."""
+        try:
+            kind, result = self._read(name)
+            return _make_row(kind, name, result)
+        except FileNotFoundError:
+            return "it was just removed"
+        except Exception as error:
+            return _describe(error)
 
-def make_document(result: Result) -> Document:
-    """Return what is shown of a result."""
-    match result:
-        case KeptTrace():
-            return make_trace_document(result.figures, result.counts)
-        case KeptSimulation():
-            return make_simulation_document(result.comparison, result.counts, result.rates)
-        case KeptReplay() | KeptDrive():
-            return make_replay_document(result.result)
-        case KeptPlan():
-            return make_plan_document(result)
-        case KeptDrill():
-            return make_card_document(result.card)
-        case _:
-            assert_never(result)
-
-
-def _summarise(folder: Path, name: str) -> ResultRow | str:
-    """Return a result's line, or why it has none."""
-    try:
-        return _make_row(name, _read(folder, name))
-    except FileNotFoundError:
-        return "it was just removed"
-    except Exception as error:
-        return _describe(error)
-
-
-def _read(folder: Path, name: str) -> Result:
-    try:
-        return read_result(folder, name)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ProtocolError(f"it cannot be read: {error.strerror}") from None
+    def _read(self, name: str) -> tuple[Kind, Kept]:
+        kind = self.kinds.get(name.partition("-")[0])
+        if kind is None:
+            raise ProtocolError("perdure-lab, which is not installed here, may show it")
+        try:
+            return kind, read_result(self.folder, name, self._any)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ProtocolError(f"it cannot be read: {error.strerror}") from None
 
 
 def _describe(error: Exception) -> str:
@@ -180,51 +162,9 @@ def _describe(error: Exception) -> str:
     return shorten_line(make_encodable(what), _SAID_MAX)
 
 
-def _make_row(name: str, result: Result) -> ResultRow:
-    title, said, state = _tell(result)
+def _make_row(kind: Kind, name: str, result: Kept) -> ResultRow:
+    title, said, state = kind.tell(result)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(result.at_s))
     return ResultRow(
         name, shorten_line(title, _TITLE_MAX), shorten_line(said, _SAID_MAX), state, when
     )
-
-
-def _tell(result: Result) -> tuple[str, str, str]:
-    """Return what a result is of, what it has shown, and how it went."""
-    match result:
-        case KeptTrace(figures=f):
-            said = (
-                f"{f.availability:.1%} of the most; {f.nodes_min} to {f.nodes_max} nodes, "
-                f"{render_time(f.duration_s)}, {f.changes} changes"
-            )
-            return f.name, said, ""
-        case KeptSimulation(comparison=c):
-            best = sorted(c.policies, key=lambda row: -row.fraction_of_u2)
-            return c.trace, _list_shares((r.policy, r.fraction_of_u2) for r in best[:3]), ""
-        case KeptReplay(result=played) | KeptDrive(result=played):
-            return _tell_play(played)
-        case KeptPlan(plan=plan):
-            title = f"{result.profile}, {result.devices} devices"
-            if not plan.options:
-                return title, "no world fits", "failed"
-            best_one = plan.options[0]
-            return title, f"{best_one.world.shape}: {best_one.samples_per_s:.1f} samples/s", ""
-        case KeptDrill(card=card):
-            said = "; ".join(text for text in (render_counts(card), card.reason) if text)
-            return card.job, said, "passed" if card.passed else "failed"
-        case _:
-            assert_never(result)
-
-
-def _tell_play(r: ReplayResult) -> tuple[str, str, str]:
-    shares = _list_shares((row.system, row.fraction_of_u2) for row in r.systems)
-    said = f"{shares}; {render_time(r.duration_s)} played"
-    state = "" if r.complete else "interrupted"
-    if not isinstance(r, DriveResult):
-        return r.trace, said, state
-    why = r.trouble or r.ended
-    return f"{r.trace}, {r.job}", f"{said}; {why}" if why else said, "failed" if why else state
-
-
-def _list_shares(shares: Iterable[tuple[str, float]]) -> str:
-    told = ", ".join(f"{name} {share:.4f}" for name, share in shares)
-    return f"{told} of U2" if told else "nothing was played"

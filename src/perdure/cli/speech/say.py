@@ -8,8 +8,10 @@ import ast
 import contextlib
 import inspect
 import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -125,6 +127,17 @@ def read_meanings(type_: type) -> dict[str, str]:
     return found
 
 
+def check_writable(*asked: Path | None) -> None:
+    """Refuse files that could not be written once all was played.
+
+    Raises:
+        ConfigError: the folder of one of them cannot be written.
+    """
+    for path in asked:
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise ConfigError(f"{path}: its folder cannot be written", hint="another FILE")
+
+
 def write_asked(path: Path, text: str, *, hint: str = "another FILE") -> None:
     """Write what was asked for beside the answer, and say so.
 
@@ -136,6 +149,24 @@ def write_asked(path: Path, text: str, *, hint: str = "another FILE") -> None:
     except OSError as error:
         raise PlatformError(f"cannot write {path}: {error.strerror}", hint=hint) from error
     note(f"wrote {path}")
+
+
+def hear_stop() -> None:
+    """Have SIGTERM end a play as Ctrl-C does, and the hang-up of its terminal, but under nohup."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def show_play(name: str) -> Iterator[Any]:
+    """Give the bar of a play, which waits for no reader, and ends by Ctrl-C and SIGTERM."""
+    from perdure.cli.speech.bar import Bar
+    from perdure.cli.speech.unread import unread_streams
+
+    hear_stop()
+    with unread_streams(), Bar(name) as bar:
+        yield bar
 
 
 def render_table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:

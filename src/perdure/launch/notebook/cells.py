@@ -188,13 +188,14 @@ def read_project(project: Path, exclude: Sequence[str]) -> dict[str, bytes]:
 _AT_HOME = tuple(
     f"perdure/{part}"
     for part in (
-        "cli/adopting/", "cli/drill.py", "cli/drive.py", "cli/page/", "cli/plan.py",
-        "cli/profile.py", "cli/trace.py", "cli/watching/", "dash/static/live.",
-        "dash/static/vendor/", "lab/", "launch/kubernetes/", "launch/schemas/", "launch/slurm/",
+        "cli/adopting/", "cli/drill.py", "cli/page/", "cli/watching/", "dash/static/live.",
+        "dash/static/vendor/", "drill/", "launch/kubernetes/", "launch/schemas/", "launch/slurm/",
     )
 )  # fmt: skip
-"""Parts that a session does not use: the laboratory and its commands, `perdure init`, the live
-page, the screen, clusters. A notebook has no room for them (`KAGGLE_SOURCE_MAX`)."""
+"""Parts that a session does not use: drills, `perdure init`, the live page, the screen, clusters.
+
+A notebook has no room for them (`KAGGLE_SOURCE_MAX`).
+"""
 
 
 def _store_wheel() -> bytes:

@@ -17,9 +17,6 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from perdure_lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, run_aside, wait
-from perdure_lab.live.fleets.fleet import Node
-from perdure_lab.live.fleets.leftovers import note_submitted, tell_left
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.slurm.client import (
@@ -32,6 +29,9 @@ from perdure.launch.slurm.client import (
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
+from perdure_lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, run_aside, wait
+from perdure_lab.live.fleets.fleet import Node
+from perdure_lab.live.fleets.leftovers import note_submitted, tell_left
 
 _FIRST = "it has the job's controller and bus"
 _QUEUE_S = 86_400.0

@@ -13,8 +13,6 @@ from functools import partial
 
 import msgspec
 
-from perdure_lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, at_once, run_aside, wait
-from perdure_lab.live.fleets.fleet import Node
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.ssh import boxes
@@ -22,6 +20,8 @@ from perdure.launch.ssh.ask import ask_state, run_beside
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
+from perdure_lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, at_once, run_aside, wait
+from perdure_lab.live.fleets.fleet import Node
 
 _LEAVE_S = 15.0
 """Given to a box to leave by itself when the job has ended."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from perdure_lab.live.fleets.fleet import Fleet
 from perdure.launch.channel import Channel, Done
 from perdure.launch.exchange import UnreachedError, last_line
 from perdure.launch.platforms import Here
@@ -26,6 +25,7 @@ from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import Snapshot
 from perdure.service.jobfiles import MINE
+from perdure_lab.live.fleets.fleet import Fleet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ class JobElsewhere:
         """
         self.record, self._channel, self._carry = record, channel, carry
         self._place = place
-        self._newest: Snapshot | None = None
+        self.newest: Snapshot | None = None
         self._lags: list[float] = []
         """Job time less the clock here, as read here: too little by a delay each time."""
         self._ended = threading.Event()
@@ -102,12 +102,8 @@ class JobElsewhere:
 
     def _hear(self, line: str) -> None:
         with contextlib.suppress(ProtocolError):
-            self._newest = decode(line, Snapshot)  # Also where a loss is not finite.
-            self._lags = [max(*self._lags, self._newest.at_s - time.monotonic())]
-
-    def read_snapshot(self) -> Snapshot | None:
-        """Return the newest status that has come."""
-        return self._newest
+            self.newest = decode(line, Snapshot)  # Also where a loss is not finite.
+            self._lags = [max(*self._lags, self.newest.at_s - time.monotonic())]
 
     def compute_offset_s(self) -> float:
         """Return job time less CLOCK_MONOTONIC of this machine."""
@@ -115,7 +111,7 @@ class JobElsewhere:
 
     def over(self) -> bool:
         """Return whether the job has ended, or nothing more is heard of it."""
-        now = self._newest
+        now = self.newest
         return self._ended.is_set() or (now is not None and now.state in _ENDED)
 
     def run(self, argv: Sequence[str], timeout_s: float = 60.0) -> Done:
@@ -193,7 +189,7 @@ class FleetElsewhere(Fleet):
 
     def read_snapshot(self) -> Snapshot | None:
         """Return the newest status that has come."""
-        return self._job.read_snapshot() if self._job else None
+        return self._job.newest if self._job else None
 
     def compute_offset_s(self) -> float:
         """Return job time less CLOCK_MONOTONIC here."""

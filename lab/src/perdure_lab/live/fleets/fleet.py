@@ -58,7 +58,8 @@ class Fleet(Protocol):
         """Let nodes come back, aside, and take back what was announced of them."""
 
     def find_trouble(self) -> PerdureError | None:
-        """Return why a node could not be given back, or nothing more is heard of the job."""
+        """Return why a node could not be given back, or the job is no longer heard; else None."""
+        return None
 
     def read_snapshot(self) -> Snapshot | None:
         """Return the newest status of the job that is known."""

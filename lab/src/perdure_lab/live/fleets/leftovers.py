@@ -32,10 +32,6 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...] = ()
 
 
-def _folder(home: str) -> Path:
-    return Path(home, "replay")
-
-
 def note_submitted(home: str, job: str, host: str, ids: tuple[str, ...]) -> None:
     """Write down what this process has submitted; forget it where that is nothing any more.
 
@@ -43,7 +39,7 @@ def note_submitted(home: str, job: str, host: str, ids: tuple[str, ...]) -> None
         PlatformError: the disk is full, read-only or not ours.
     """
     pid = os.getpid()
-    path = _folder(home) / _NAME.format(pid)
+    path = Path(home, "replay", _NAME.format(pid))
     told = Submitted(job=job, host=host, pid=pid, start=read_start_time(pid), ids=ids)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +59,7 @@ def tell_left(
     Raises:
         PlatformError: nobody says what lives.
     """
-    for path in sorted(_folder(home).glob(_NAME.format("*"))):
+    for path in sorted(Path(home, "replay").glob(_NAME.format("*"))):
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Submitted)
         except (OSError, msgspec.DecodeError):

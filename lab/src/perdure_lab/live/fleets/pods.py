@@ -23,8 +23,6 @@ from functools import partial
 
 import msgspec
 
-from perdure_lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, at_once, run_aside
-from perdure_lab.live.fleets.fleet import Node
 from perdure.launch.exchange import UnreachedError
 from perdure.launch.kubernetes.client import (
     Client,
@@ -40,6 +38,8 @@ from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import JOB_LABEL, explain_pod
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import Snapshot
+from perdure_lab.live.fleets.elsewhere import FleetElsewhere, JobElsewhere, at_once, run_aside
+from perdure_lab.live.fleets.fleet import Node
 
 _FIRST = "it has the job's controller and bus"
 _RIGHTS = (("get", "pods"), ("delete", "pods"), ("create", "pods/exec"), ("get", "jobs"),

@@ -1,0 +1,1 @@
+"""A drill on boxes behind ssh."""
