@@ -19,6 +19,8 @@ STEPS, EVERY, KILLS = 20, 4, (7, 14)
 class Life:
     """What a loop sees of perdure between its start and its end or kill."""
 
+    __module__ = "perdure.worker"  # As `Run`: no library of the script.
+
     def __init__(self, url: str, number: int, ends_at: int, *, saves: bool) -> None:
         self.events: list[AnyEvent] = []
         self.saver = Checkpointer(

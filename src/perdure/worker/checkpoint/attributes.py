@@ -72,7 +72,7 @@ def list_holders(roots: dict[str, Any]) -> dict[str, Any]:
     while left:
         path, owner = left.pop()
         for name, value in read_vars(owner).items():
-            if name in _BASE:
+            if name in _BASE or type(value) in _SCALARS:
                 continue
             for place, one in _list_entries(value):
                 if id(one) not in seen and _is_holder(one):

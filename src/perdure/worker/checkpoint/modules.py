@@ -22,10 +22,10 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_backward_hooks",
     "_backward_pre_hooks",
-    "_post_accumulate_grad_hooks",
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
 )
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -68,7 +68,7 @@ def describe_build(module: nn.Module, *, whole: bool) -> list[Any]:
     if issubclass(kind, LazyModuleMixin):
         kind = kind.cls_to_become or kind
     parameters = {n: p for n, p in module._parameters.items() if p is not None}
-    hooks = [list_hooks(p) for p in parameters.values()]
+    hooks = [list_hooks(p) for p in parameters.values() if p.requires_grad]
     shown = [f"{name} {parameter.dtype}" for name, parameter in parameters.items()]
     names = [name for name, _ in module.named_parameters()] if whole else []
     return [kind.__qualname__, [*module._modules], shown, names, list_hooks(module), hooks]
@@ -76,8 +76,9 @@ def describe_build(module: nn.Module, *, whole: bool) -> list[Any]:
 
 def list_hooks(owner: Any) -> list[str]:
     """Return the names of the script's own hooks of a module, an optimizer, or a tensor."""
-    found = [getattr(owner, kind, None) for kind in _HOOKS]
-    several = [inspect.unwrap(one) for hooks in found for one in (hooks or {}).values()]
+    kinds = _TENSOR_HOOKS if isinstance(owner, Tensor) else _HOOKS
+    found = [hooks for kind in kinds if (hooks := getattr(owner, kind, None))]
+    several = [inspect.unwrap(one) for hooks in found for one in hooks.values()]
     return [one.__qualname__ for one in several if _is_own_function(one)]
 
 

@@ -72,6 +72,8 @@ class ScriptState:
         """Have seen nothing yet."""
         self._before: dict[str, bytes] | None = None
         self._told: set[str] = set()
+        self._roots: set[str] = set()
+        self._place: list[int] = []
 
     def look(self, kept: dict[str, Any], ids: set[int], made: Iterable[str] = ()) -> str:
         """Return why what has changed since the first look is not exact; empty for nothing new.
@@ -88,15 +90,22 @@ class ScriptState:
         for path, owner in kept.items():
             with contextlib.suppress(Exception):
                 walk.visit_rest(path, owner)
+        roots, place = {path.partition(".")[0] for path in kept}, [one.f_lineno for one in frames]
         if self._before is None:
+            self._roots, self._place = roots, place
             for frame in frames:  # A later look may not see that a name is only shown.
                 with contextlib.suppress(Exception):
                     walk.enter(frame, [], every=True)
             self._before = found
             return ""
-        for path in walk.foreign:  # Such as what a context notes when it is entered.
-            self._before.setdefault(path, found[path])
-        changed = {_shorten(path) for path, now in found.items() if self._before.get(path) != now}
+        fresh_roots, self._roots = roots - self._roots, roots
+        moved, self._place = place != self._place, place
+        for path, now in found.items():
+            if path.partition(".")[0].strip() in fresh_roots or path in walk.foreign:
+                self._before.setdefault(path, now)
+            elif moved and path.endswith(" "):  # In another loop a name may mean something else.
+                self._before[path] = now
+        changed = {_shorten(path) for path in found if _differs(path, self._before, found)}
         changed |= {*list_open_loaders(ids), *_list_restarted(frames)}
         fresh = sorted(changed - self._told)
         self._told |= changed
@@ -118,7 +127,7 @@ class Functions:
     def look(self, ids: set[int]) -> list[str]:
         """Return the paths of new changes, without those of objects that have one of `ids`."""
         now = self._read(ids)
-        changed = {_shorten(path) for path, one in now.items() if self._before.get(path) != one}
+        changed = {_shorten(path) for path in now if _differs(path, self._before, now)}
         fresh = sorted(changed - self._told)
         self._told |= changed
         return fresh
@@ -129,7 +138,15 @@ class Functions:
             walk = _Walk(found, ids)
             for name, value in self._values.items():
                 walk.visit(name, value)
+            for path in walk.foreign:  # A Trainer of a library counts much.
+                del found[path]
         return found
+
+
+def _differs(path: str, before: dict[str, bytes], now: dict[str, bytes]) -> bool:
+    """Return whether the value at a path has changed. A function that is seen late has not."""
+    late = path.endswith(" ") and path not in before and path[:-1] not in before
+    return not late and before.get(path) != now[path]
 
 
 def list_generators(name: str, value: Any) -> dict[str, Any]:
@@ -219,7 +236,7 @@ class _Walk:
         """What was visited; kept alive, so that no other object gets its id."""
         self.generators: dict[str, Any] = {}
         """Generators of random numbers that were visited, by their paths."""
-        self.foreign: list[str] = []
+        self.foreign: set[str] = set()
         """Paths of numbers and arrays that objects of other libraries have."""
 
     def enter(
@@ -283,7 +300,8 @@ class _Walk:
     def visit_rest(self, path: str, owner: Any) -> None:
         """Visit how a kept object is built, and those of its attributes that are no plain data."""
         if isinstance(owner, nn.Module):
-            self._note(path, describe_build(owner, whole="." not in path))
+            build = describe_build(owner, whole="." not in path)
+            self._found[path] = repr(build).encode()
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     self._visit_plain(f"{path}.{name}", parameter)
@@ -291,10 +309,12 @@ class _Walk:
             self._note(path, list_hooks(owner))
         self.visit_class(type(owner))
         for name, value in read_vars(owner).items():
-            if name in _TORCHS:
+            if name in _TORCHS or isinstance(value, _SCALARS):
+                continue
+            if isinstance(value, _BOXES) and not value:
                 continue
             self._note_kind(f"{path}.{name}", value)
-            if isinstance(value, list | tuple | dict | deque) and not self._note("", value):
+            if isinstance(value, _BOXES) and not self._note("", value):
                 self._visit_all(f"{path}.{name}", value)
             elif isinstance(value, CALLED) and not self._note("", value):
                 self.visit(f"{path}.{name}", value)
@@ -416,7 +436,7 @@ class _Walk:
         for name, one in list(getattr(value, "__dict__", {}).items()):
             numbers = isinstance(one, int | float | Tensor) or hasattr(one, "nbytes")
             if numbers and self._note(f"{path}.{name}", one):
-                self.foreign.append(f"{path}.{name}")
+                self.foreign.add(f"{path}.{name}")
 
     def _visit_all(self, path: str, values: Any) -> None:
         several = values.items() if isinstance(values, dict) else enumerate(values)
@@ -516,6 +536,8 @@ _NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 _READ_ON = (queue.Queue, queue.SimpleQueue, queues.Queue, queues.SimpleQueue, _BaseDataLoaderIter)
 """What gives another value each time."""
 _GENERATORS = ("Random", "Generator", "RandomState")
+_BOXES = (list, tuple, dict, deque)
+_SCALARS = (int, float, str, type(None))
 _TORCHS = ("_modules", "_parameters", "_buffers", "state", "param_groups")
 _MEASURES = ("tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "torch.utils.tensorboard",
              "torch.profiler", "torch.autograd.profiler", "logging", "threading", "time",
