@@ -26,7 +26,7 @@ KEPT = [
     pytest.param("heat", ("--exact",), id="heat exact", marks=LONG),
     *(
         pytest.param(situation, more, id=" ".join((situation, *more)), marks=LONG)
-        for situation in ("clip", "twice", "unused", "moments", "scratch")
+        for situation in ("clip", "twice", "unused", "flags", "moments", "scratch")
         for more in ((), ("--exact",), ("--shard", "2"), ("--pipeline", "2"))
         if not (more and more[0] != "--exact" and situation in ("moments", "scratch"))
     ),

@@ -54,6 +54,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.use(x) * self.heat
+        if situation == "flags" and not self.training:
+            made = 1.5 * made
         if situation == "heat":
             self.noted = made.detach()
         if situation == "twice" and made.shape == x.shape:
@@ -118,6 +120,8 @@ def turn(step: int) -> None:
     """Unfreeze the first layer after step 9, freeze the last after step 12, and so on."""
     if situation == "heat":
         blocks[1].heat *= 0.99
+    if situation == "flags" and step == 9:
+        blocks[1].eval()
     if situation == "unfreeze" and step in (9, 12, 15):
         part = blocks[2] if step > 9 else blocks[0]
         part.requires_grad_(not part.linear.weight.requires_grad)

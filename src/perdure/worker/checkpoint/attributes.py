@@ -157,15 +157,16 @@ def read_common(owners: dict[str, Any], born: dict[str, Born]) -> dict[str, dict
     """
     found = read_changed(owners, born)
     for path, values in read_changed(owners, {}).items():
-        drawn = {name: value for name, value in values.items() if _has_array(value)}
+        drawn = {name: value for name, value in values.items() if has_array(value)}
         if drawn:
             found[path] = drawn | found.get(path, {})
     return found
 
 
-def _has_array(packed: Any) -> bool:
+def has_array(packed: Any) -> bool:
+    """Return whether a packed attribute has a tensor or an array."""
     if isinstance(packed, tuple | list):
-        return any(map(_has_array, packed))
+        return any(map(has_array, packed))
     return isinstance(packed, Tensor) or _is_array(packed)
 
 

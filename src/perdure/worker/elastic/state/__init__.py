@@ -23,7 +23,7 @@ from perdure.worker.checkpoint.attributes import load_attributes
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients import Work
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.moving import check_sendable
+from perdure.worker.elastic.moving import check_sendable, map_tensors
 from perdure.worker.elastic.snapshots import Snapshots
 
 Source = Literal["reduced", "sent", "followed"]
@@ -325,9 +325,12 @@ def read_flags(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def load_plain(model: torch.nn.Module, plain: Mapping[str, Any]) -> None:
-    """Take over attributes of modules, and which of them evaluate, where these are told."""
+    """Take over attributes of modules, and which of them evaluate, where these are told.
+
+    Tensors are copied: those of a snapshot lie in memory that a later one takes.
+    """
     modules = name_modules(model)
-    load_attributes(modules, plain.get("attributes", {}))
+    load_attributes(modules, map_tensors(plain.get("attributes", {}), Tensor.clone))
     for path, module in modules.items() if "evaluating" in plain else ():
         module.training = path not in plain["evaluating"]
 

@@ -41,7 +41,6 @@ from perdure.worker.elastic.state.replicated import (
     describe_groups,
     drop_harmless,
     list_trained,
-    read_plain,
     refuse_loose,
     refuse_regrouped,
     run_after_update,
@@ -206,18 +205,6 @@ class StagedReplica:
         self.guard.harmless |= harmless
 
     # --- a step -------------------------------------------------------------------------------
-
-    def describe_update(self, blocks: tuple[int, ...]) -> str:
-        """Return the optimizer's settings for each parameter that exactly `blocks` share.
-
-        Members that share it have to have the same ones, or it would not stay equal.
-        """
-        told: dict[Tensor, Any] = {}
-        for group in self.optimizer.param_groups:
-            plain = {k: read_plain(v) for k, v in group.items() if k != "params"}
-            told |= dict.fromkeys(group["params"], plain)
-        mine = [told.get(p) for p, having in self.shared.items() if having == blocks]
-        return repr([type(self.optimizer).__name__, *mine])
 
     def update(self) -> None:
         """Apply the gradients that its parameters have."""

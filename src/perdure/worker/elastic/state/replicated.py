@@ -16,6 +16,7 @@ from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.checkpoint.attributes import (
     NotPlainError,
+    has_array,
     hash_plain,
     list_holders,
     pack,
@@ -284,7 +285,12 @@ class Replica:
         named = self._name_parameters().items()
         return {
             "model": dict(unwrap(self.model).named_parameters()),
-            "attributes": drop_harmless(self.registry.read_attributes(), self.guard.harmless),
+            "attributes": {
+                path: {name: value for name, value in one.items() if not has_array(value)}
+                for path, one in drop_harmless(
+                    self.registry.read_attributes(), self.guard.harmless
+                ).items()
+            },  # Who was sent an array has changed it; who has drawn it has not.
             "buffers": {place.name: place.value for place in kept},
             "optimizer": {name: dict(self.optimizer.state.get(p, {})) for name, p in named},
             "settings": read_settings(self.optimizer, self.scheduler),

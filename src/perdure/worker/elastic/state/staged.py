@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.model.errors import ConfigError
 from perdure.model.planning.pipeline import Action, Executed
 from perdure.plan.elastic.commit import FRESH, NO_LINE
 from perdure.plan.elastic.stage_commit import (
@@ -480,7 +479,6 @@ class StagedState(PartState, Followed):
             if number in places:
                 ties[blocks] = opened.get(places) or self._open_tie(group, layout, places)
                 opened[places] = ties[blocks]
-                self._compare_settings(ties[blocks], blocks)
         self.work.enter(plan, group, stage, ties)
 
     def _open_tie(self, group: Group, layout: Layout, places: tuple[int, ...]) -> Group:
@@ -495,23 +493,6 @@ class StagedState(PartState, Followed):
         tie = group.open(Group, "tie/" + "-".join(map(str, places)), members)
         self.groups = (*self.groups, tie)
         return tie
-
-    def _compare_settings(self, tie: Group, blocks: Apart) -> None:
-        """See that all members of a tie make the same update of what they share.
-
-        Raises:
-            Broken: a newer epoch was ordered.
-            ConfigError: they do not.
-        """
-        name = "update/" + "-".join(map(str, blocks))
-        tie.store.set(f"{name}/{tie.me}", self.replica.describe_update(blocks))
-        told = tie.read([f"{name}/{member}" for member in tie.members])
-        if len(set(told)) > 1:
-            raise ConfigError(
-                f"elastic: blocks {', '.join(map(str, blocks))} share parameters, to which the "
-                "optimizer gives other settings on another rank",
-                hint="let what an optimizer does to a parameter not depend on those beside it",
-            )
 
     def describe(self, plan: StageReformation) -> dict[str, Any]:
         """Return how the model is cut, what this member has of it, and what moved."""
