@@ -68,7 +68,7 @@ def describe_build(module: nn.Module, *, whole: bool) -> list[Any]:
     if issubclass(kind, LazyModuleMixin):
         kind = kind.cls_to_become or kind
     parameters = {n: p for n, p in module._parameters.items() if p is not None}
-    hooks = [list_hooks(p) for p in parameters.values() if p.requires_grad]
+    hooks = [one for p in parameters.values() if p.requires_grad for one in list_hooks(p)]
     shown = [f"{name} {parameter.dtype}" for name, parameter in parameters.items()]
     names = [name for name, _ in module.named_parameters()] if whole else []
     return [kind.__qualname__, [*module._modules], shown, names, list_hooks(module), hooks]
