@@ -85,7 +85,7 @@ def connect(ranks: list[Holder], rest: Holder) -> None:
 
 
 def measure(reader: object, pids: dict[int, int], seconds: int, before: object) -> dict[str, float]:
-    from perdure.adapters.links import LinkReader
+    from perdure.adapters.network.links import LinkReader
 
     assert isinstance(reader, LinkReader)
     costs, sent, sockets = [], [], 0
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--json", default="")
     options = parser.parse_args()
-    from perdure.adapters.links import LinkReader
+    from perdure.adapters.network.links import LinkReader
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, hard), hard))

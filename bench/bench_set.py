@@ -31,7 +31,7 @@ from perdure.model.errors import PerdureError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, CommandReceived, JournalEntry
 from perdure.service.jobfiles import load_endpoint, read_mirror
 from perdure.service.jobfolders import paths_of
-from perdure.worker.config import Config
+from perdure.worker.steering.config import Config
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests/e2e/scripts/train_settings.py"
 JOB, RANKS = "set", 2

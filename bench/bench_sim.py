@@ -33,7 +33,7 @@ from perdure.model.signals.progress import (
     RankAccount,
     RankProgress,
 )
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 
 def make_beat(node: int, nproc: int, world: int, now: float, step: int) -> NodeBeat:

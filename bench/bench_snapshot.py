@@ -32,7 +32,7 @@ from perdure.model.signals.progress import (
     RankAccount,
     RankProgress,
 )
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 NPROC = 8
 

@@ -40,8 +40,8 @@ from perdure.model.failures import (
     name_preemption,
 )
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.history import Generation, History
-from perdure.telemetry.lives import Life, LifeFold
+from perdure.telemetry.accounting.history import Generation, History
+from perdure.telemetry.accounting.lives import Life, LifeFold
 from perdure.telemetry.platforms import Notice, NoticeFold
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.model.codec import encode
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 from tests.journals import Story, render_journal, tell
 from tests.waiting import PATIENCE_S
 

@@ -16,7 +16,7 @@ from perdure.service.jobfiles import write_document
 from perdure.service.jobfolders import paths_of
 from tests.waiting import PATIENCE_S
 
-MODULES_MAX = 245
+MODULES_MAX = 246
 METADATA = 47
 """Modules of `importlib.metadata`, by which commands of perdure-lab are found."""
 IMPORTED = {
@@ -128,8 +128,8 @@ def test_a_job_that_has_ended_is_shown_without_what_reads_journals(tmp_path: Pat
 def test_the_screen_is_drawn_before_what_reads_journals_is_imported() -> None:
     """T14: of `perdure watch` all that folds a journal is imported with a job's first story."""
     unused = (
-        "perdure.cli.page.reading", "perdure.telemetry.history", "perdure.telemetry.series",
-        "perdure.dash.links", "jinja2", "starlette",
+        "perdure.cli.page.reading", "perdure.telemetry.accounting.history",
+        "perdure.telemetry.series", "perdure.dash.links", "jinja2", "starlette",
     )  # fmt: skip
     code = (
         "import sys, perdure.cli.watching.app; "

@@ -12,7 +12,7 @@ from tests.contract import test_nccl_links as links
 from tests.contract import test_nccl_times as times
 
 from perdure.adapters.nccl_follow import NcclFollower
-from perdure.adapters.nccl_links import NcclLinkReader
+from perdure.adapters.network.nccl_links import NcclLinkReader
 from perdure.model.paths import JobPaths
 from perdure.worker.native.build import build_nccl_plugin
 

@@ -19,9 +19,9 @@ from perdure.worker import busy, control
 from perdure.worker.attach import attach_rank
 from perdure.worker.busy import declare_busy
 from perdure.worker.data import Prefetcher
-from perdure.worker.process import die_with
 from perdure.worker.ring import RingWriter
 from perdure.worker.start import imports
+from perdure.worker.system.process import die_with
 
 FORKS, LOADERS = 5, 2
 

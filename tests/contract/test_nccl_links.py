@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from perdure.adapters.nccl_links import RANKS_A_SWEEP, DeviceRank, NcclLinkReader
+from perdure.adapters.network.nccl_links import RANKS_A_SWEEP, DeviceRank, NcclLinkReader
 from perdure.agent.state import KeeperView
 from perdure.model.job import DetectConfig
 from perdure.model.paths import JobPaths

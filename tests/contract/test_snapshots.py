@@ -15,7 +15,7 @@ from perdure.model.events import JournalEntry, ProgressNoted, VerdictReached
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import parse_journal
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 from tests.journals import Story
 from tests.properties.test_controller_machine import SPEC, ControllerMachine
 from tests.simulator import Scenario, Simulation

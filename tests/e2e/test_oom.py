@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.worker.cgroups import Place, list_parent_cgroups
+from perdure.worker.system.cgroups import Place, list_parent_cgroups
 from tests.e2e.harness import SCRIPTS, Job
 
 Start = Callable[..., Job]

@@ -107,13 +107,13 @@ class Lab:
 
 
 def carry(environ: dict[str, str]) -> dict[str, str]:
-    from perdure.model.raw import carry_variables
+    from perdure.model.input.raw import carry_variables
 
     return carry_variables(environ)
 
 
 def carried(*words: str) -> tuple[str, ...]:
-    from perdure.model.raw import carry_text
+    from perdure.model.input.raw import carry_text
 
     return tuple(map(carry_text, words))
 

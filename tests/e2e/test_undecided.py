@@ -19,7 +19,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from perdure.worker import boundary
+from perdure.worker.steering import boundary
 
 HOME, RANK = Path({home!r}), int(os.environ["RANK"])
 handle = boundary.BoundaryGate.handle

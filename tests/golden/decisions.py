@@ -17,7 +17,7 @@ from perdure.control.memory import Memory
 from perdure.model.events import Decision, JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.service.jobfiles import parse_journal
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 from tests.simulator import Scenario, Simulation, Weather
 from tests.simulator.elastic import ElasticSimulation
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from perdure.worker.native.build import build_nccl_plugin
-from perdure.worker.process import set_subreaper
+from perdure.worker.system.process import set_subreaper
 from tests.gpu.g02_fork import Image, fork_contexts
 from tests.gpu.kit import ROOT, Trial
 

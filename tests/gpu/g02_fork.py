@@ -23,7 +23,7 @@ from perdure.keeper.zygote import (
 )
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import decode, encode
-from perdure.worker.process import set_subreaper
+from perdure.worker.system.process import set_subreaper
 from tests.gpu.kit import ROOT, Trial
 
 RANKS = 4

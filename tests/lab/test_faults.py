@@ -117,7 +117,7 @@ def test_diagnose_says_what_the_journal_says(job: LabJob) -> None:
 
 
 def test_network_faults_are_refused_where_the_network_is_the_machines_own(tmp_path: Path) -> None:
-    from perdure.worker.harm import NetworkFaults
+    from perdure.worker.steering.harm import NetworkFaults
 
     assert "docs/lab.md" in NetworkFaults({}).find_objection({"to": 0})
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perdure.worker.cgroups import Place, list_parent_cgroups
+from perdure.worker.system.cgroups import Place, list_parent_cgroups
 from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json
 from tests.e2e.harness import SCRIPTS
 from tests.waiting import wait_until

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from perdure.model.errors import ProtocolError
 from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import SendBoundary
-from perdure.worker.boundary import DROP_S, BoundaryGate
-from perdure.worker.cells import Away, Cells
+from perdure.worker.steering.boundary import DROP_S, BoundaryGate
+from perdure.worker.steering.cells import Away, Cells
 
 STEP, END, STORES = 2, 4, 3
 ACTS = ("train", "look", "wait", "tell", "decide", "way")

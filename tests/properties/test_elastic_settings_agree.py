@@ -41,12 +41,12 @@ from perdure.model.steering import Pace
 from perdure.model.steering import Steering as Past
 from perdure.plan.elastic.commit import FRESH, MemberProgress, Reformation, decide_reformation
 from perdure.worker.attach import stand_alone
-from perdure.worker.boundary import Agreed, Interrupted
-from perdure.worker.cells import Cells
-from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.steering import Steering
 from perdure.worker.progress import Progress
+from perdure.worker.steering.boundary import Agreed, Interrupted
+from perdure.worker.steering.cells import Cells
+from perdure.worker.steering.config import Config
 
 RANKS = 3
 SPEC = JobSpec(

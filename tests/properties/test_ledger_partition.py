@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.journals import Story
 
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 
 FAULTS = ["train", "crash", "hang", "controller", "early"]
 

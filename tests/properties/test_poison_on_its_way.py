@@ -38,7 +38,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
 from perdure.model.events import AnyEvent, JournalEntry, RankJoined
 from perdure.model.signals.progress import NodeBeat
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure.telemetry.links import read_delay_matrix
 from perdure.telemetry.verdicts import list_verdicts
 

@@ -33,11 +33,11 @@ from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.orders import AnswerCommand, AssignNodes, ResumeRanks, SendBoundary
 from perdure.model.signals.progress import Phase, RankAccount
 from perdure.model.steering import Pace, Steering
-from perdure.worker.boundary import Agreed, Interrupted
-from perdure.worker.config import Config
-from perdure.worker.executor import Depth, Executor
 from perdure.worker.progress import Spent
 from perdure.worker.settings import plan_steering
+from perdure.worker.steering.boundary import Agreed, Interrupted
+from perdure.worker.steering.config import Config
+from perdure.worker.steering.executor import Depth, Executor
 
 RANKS = 3
 SPEC = JobSpec(

@@ -42,7 +42,7 @@ from perdure.model.signals.progress import (
     RankProgress,
 )
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 NPROC, NODES = 2, 3
 WORLDS = {

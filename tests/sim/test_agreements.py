@@ -8,7 +8,7 @@ from tests.simulator.ranks import Rank, World
 
 from perdure.model.events import BoundaryAnswered, BoundaryReached, CommandReceived
 from perdure.model.orders import SendBoundary
-from perdure.worker.boundary import BoundaryGate
+from perdure.worker.steering.boundary import BoundaryGate
 
 STORM = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
 DEATHS = ("controller", "halfway", "agent")

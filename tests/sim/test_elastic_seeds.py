@@ -6,7 +6,7 @@ from tests.simulator.elastic import ElasticSimulation
 
 from perdure.model.events import RankExited
 from perdure.plan.elastic.commit import decide_reformation
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.ledger import make_report
 
 KINDS = ("crash", "crash", "crash", "agent", "keeper", "controller", "halfway", "outage")
 

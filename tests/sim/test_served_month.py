@@ -29,7 +29,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.orders import AnswerCommand, AnyAction, EvictReplica, HoldReplicas
 from perdure.model.steering import KeySpec
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.ledger import make_report
 
 MONTH_S = 30 * 86400.0
 SPEC = JobSpec(script="", torchft=TorchftConfig(replicas=1, elsewhere=True))

@@ -1,4 +1,4 @@
-"""The simulated training, and a rank in it: `worker.boundary` and `worker.loop` in virtual time.
+"""The simulated training, and a rank in it: the agreement and the loop in virtual time.
 
 A `World` is what one generation of ranks achieves, as a function of time: synchronous steps of
 equal length, from the last verified checkpoint on; the first rank that dies or stops freezes all
@@ -8,9 +8,10 @@ the same way, until it knows the decision.
 `Rank` is one of any depth: what a node, its keeper and its agent have to do with. A member of an
 elastic world (`sim.elastic`) is a rank that does more of its own.
 
-Agreements are made by the real gate (`worker.boundary`): only its clock, its line and the cells of
-its generation are played. Ranks differ by a fraction of a step, as real ones do, so that one may
-have passed S when another has not. `Agreements` sees all of them at once, as no real part does.
+Agreements are made by the real gate (`worker.steering.boundary`): only its clock, its line and the
+cells of its generation are played. Ranks differ by a fraction of a step, as real ones do, so that
+one may have passed S when another has not. `Agreements` sees all of them at once, as no real part
+does.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, BoundaryReached
 from perdure.model.orders import Order, SendBoundary
 from perdure.model.signals.progress import CommProgress, ProcSample, RankAccount, RankProgress
-from perdure.worker.boundary import ASK_EVERY_S, LOOK_S, NEVER, Agreed, BoundaryGate
-from perdure.worker.cells import Cells
+from perdure.worker.steering.boundary import ASK_EVERY_S, LOOK_S, NEVER, Agreed, BoundaryGate
+from perdure.worker.steering.cells import Cells
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from perdure.model.events import CheckpointSaved, CommandReceived, JobEnded, Jou
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
 from perdure.model.report import Report as LedgerReport
 from perdure.model.signals.progress import NodeBeat
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.ledger import make_report
 from tests.simulator.network import Contradiction, Network, Operator, VirtualClock, Weather
 from tests.simulator.node import Node
 from tests.simulator.ranks import Agreements, Broken, Disk, Rank, World

@@ -12,10 +12,10 @@ from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.worker import attach
 from perdure.worker import run as run_module
 from perdure.worker.attach import Attachment
-from perdure.worker.config import Config
 from perdure.worker.recording.stages import StepStamps
 from perdure.worker.ring import RingWriter
 from perdure.worker.run import Run
+from perdure.worker.steering.config import Config
 from tests.rings import read_stages
 
 

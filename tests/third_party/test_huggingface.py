@@ -24,7 +24,7 @@ from transformers import (  # noqa: E402
 import perdure.huggingface  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.model.steering import Change  # noqa: E402
-from perdure.worker.boundary import Agreed  # noqa: E402
+from perdure.worker.steering.boundary import Agreed  # noqa: E402
 from tests.third_party.lone import Killed, declared_phases, join, stamp_stages  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]

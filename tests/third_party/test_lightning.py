@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging  # n
 import perdure.lightning  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.model.steering import Change  # noqa: E402
-from perdure.worker.boundary import Agreed  # noqa: E402
+from perdure.worker.steering.boundary import Agreed  # noqa: E402
 from tests.third_party.lone import Killed, declared_phases, join, stamp_stages  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]

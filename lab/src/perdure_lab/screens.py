@@ -15,7 +15,7 @@ from perdure.dash.svg import (
     render_stack,
 )
 from perdure.dash.text import render_chart
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.input.plain import REASON_MAX, shorten_line
 from perdure_lab.report import Comparison, DriveResult, ReplayResult, Share
 from perdure_lab.traces.figures import Availability
 

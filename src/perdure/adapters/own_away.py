@@ -32,7 +32,7 @@ from perdure.files.pointers import lead, list_naming
 from perdure.model.checkpoints import LATEST, MANIFEST, FileEntry, Manifest
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.relative import explain_unsafe
+from perdure.model.input.relative import explain_unsafe
 
 _KEPT = 2
 """Copies of each pattern that stay."""

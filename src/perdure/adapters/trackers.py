@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from perdure.adapters.exporters import load_library
 from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.plain import make_plain
+from perdure.model.input.plain import make_plain
 from perdure.telemetry.marks import Mark
 
 Row = tuple[int, dict[str, float], float]

@@ -20,7 +20,7 @@ from perdure.cli.running.torchrun import REFUSED
 from perdure.cli.speech.say import note, print_error
 from perdure.dash.terminal import STDOUT, plain_streams
 from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.values import find_bad_value
+from perdure.model.input.values import find_bad_value
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The class of the click that Typer uses; newer versions of Typer carry their own."""

@@ -195,7 +195,9 @@ class Job:
         if not told and fold is not None and os.path.exists(self.paths.journal):
             snapshot = fold()
         elif not told:
-            from perdure.telemetry.snapshot import SnapshotFold  # All of telemetry, 30 modules.
+            from perdure.telemetry.live.snapshot import (
+                SnapshotFold,  # All of telemetry, 30 modules.
+            )
 
             moment, last_s = SnapshotFold(self.spec), 0.0
             for entry in self.entries() if os.path.exists(self.paths.endpoint) else ():

@@ -147,8 +147,8 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> "tuple[Planne
     """
     import msgspec
 
+    from perdure.model.input.source import find_misfit
     from perdure.model.queue import QueueFile, expand_file
-    from perdure.model.source import find_misfit
 
     wrong = find_misfit(document, QueueFile, "its fields are in docs/queue.md")
     if wrong is not None:

@@ -52,7 +52,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnyAction
-from perdure.telemetry.snapshot import Certain, SnapshotFold
+from perdure.telemetry.live.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2
 _UNHEARD = Decision | FailureDecided | JournalMended | MetricsLogged | OperatorNoted | TimerFired

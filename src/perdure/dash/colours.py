@@ -9,7 +9,7 @@ import re
 import sys
 
 from perdure.dash.terminal import print_exact, unwrap_stream
-from perdure.model.plain import show_controls
+from perdure.model.input.plain import show_controls
 
 _STATES = {
     "running": "32", "training": "32", "done": "32", "failed": "31", "lost": "31", "gone": "31",

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from perdure.dash.terminal import unwrap_stream
-from perdure.model.plain import show_controls, show_output
+from perdure.model.input.plain import show_controls, show_output
 from perdure.model.report import ReplicaRow, Snapshot
 
 if TYPE_CHECKING:

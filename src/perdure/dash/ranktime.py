@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from perdure.dash.svg import Bar, Mark, render_legend, render_timeline
 from perdure.model.report import ACCOUNTS
-from perdure.telemetry.segments import Segment
+from perdure.telemetry.accounting.segments import Segment
 
 ROWS_MAX = 48
 """With more ranks, a row stands for several."""

@@ -24,7 +24,7 @@ from perdure.dash.text import (
 )
 from perdure.dash.verdicts import describe_grounds, describe_verdict, render_waits, render_withheld
 from perdure.dash.watch import holds, render_busy
-from perdure.model.plain import show_controls
+from perdure.model.input.plain import show_controls
 from perdure.model.report import PHASES, DeviceRow, RankRow, Recovery, Report, Snapshot
 from perdure.model.steering import render_value
 from perdure.model.verdicts import Verdict

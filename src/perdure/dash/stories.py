@@ -8,7 +8,7 @@ know most: what is found, until when it is left alone, and how to end it now.
 
 from perdure.dash.live import render_count
 from perdure.dash.text import render_skipped
-from perdure.model.plain import name_step, shorten_line, show_controls
+from perdure.model.input.plain import name_step, shorten_line, show_controls
 from perdure.model.report import IncidentRow, Snapshot
 from perdure.model.verdicts import HANGS, Verdict
 

@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 
 import msgspec
 
-from perdure.model.plain import show_controls
+from perdure.model.input.plain import show_controls
 from perdure.model.report import ACCOUNTS
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-from perdure.model.plain import show_controls
+from perdure.model.input.plain import show_controls
 
 STDOUT = "standard output"
 """What an error in writing there has for its file."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from perdure.dash.shape import clip
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
-from perdure.model.plain import REASON_MAX, name_step, shorten_line, show_controls
+from perdure.model.input.plain import REASON_MAX, name_step, shorten_line, show_controls
 from perdure.model.report import (
     PHASES,
     EmptySlotRow,

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from perdure.model.codec import encode
-from perdure.model.plain import REASON_MAX, make_plain, name_step, shorten_line, shorten_lines
+from perdure.model.input.plain import REASON_MAX, make_plain, name_step, shorten_line, shorten_lines
 from perdure.model.report import Report, Snapshot
 from perdure.model.verdicts import Slowness, Verdict
 

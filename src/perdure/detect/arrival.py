@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from perdure.detect.links import LinkWatch, Place
+from perdure.detect.slowness.links import LinkWatch, Place
 from perdure.detect.waitfor import (
     InFlight,
     WaitGraph,

@@ -25,7 +25,7 @@ from perdure.detect.certainty import (
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.nodes import NodeClocks, NodeWatch
 from perdure.detect.progress import ProgressNotes
-from perdure.detect.slow import SlowWatch
+from perdure.detect.slowness.slow import SlowWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import (
     AnyEvent,

@@ -21,8 +21,8 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.report import Recovery
-from perdure.telemetry.history import History
-from perdure.telemetry.incidents import list_recoveries
+from perdure.telemetry.accounting.history import History
+from perdure.telemetry.accounting.incidents import list_recoveries
 
 _PARTS = {"controller": "controller", "bus": "nats-server"}
 _EARLY_S = 0.05

@@ -27,12 +27,12 @@ from perdure.keeper.execution import make_cold_command
 from perdure.keeper.modules import ModuleStore
 from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
-from perdure.worker.process import SITE_SIGNALS, die_with, set_title
 from perdure.worker.start.cold import attach
 from perdure.worker.start.failure import leave_without_device, save_failure
 from perdure.worker.start.imports import record_imports
 from perdure.worker.start.streams import open_streams, reopen_input
-from perdure.worker.stderr import say
+from perdure.worker.system.process import SITE_SIGNALS, die_with, set_title
+from perdure.worker.system.stderr import say
 
 _REPARENT_S = 20.0
 

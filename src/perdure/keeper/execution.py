@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 import perdure
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
 from perdure.model.nccl import SUPERVISED
-from perdure.worker.process import SITE_SIGNALS, die_with
 from perdure.worker.start.failure import ENV as TRACEBACK
 from perdure.worker.start.streams import open_streams
+from perdure.worker.system.process import SITE_SIGNALS, die_with
 
 INJECT = os.path.join(os.path.dirname(os.path.abspath(perdure.__file__)), "worker/start/inject")
 

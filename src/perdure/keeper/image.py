@@ -29,7 +29,7 @@ from perdure.keeper.zygote import (
     Unfit,
 )
 from perdure.model.errors import ProtocolError
-from perdure.model.raw import restore_variables
+from perdure.model.input.raw import restore_variables
 
 TRIES_MAX = 4
 START_TIMEOUT_S = 180.0

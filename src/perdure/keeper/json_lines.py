@@ -6,7 +6,7 @@ from typing import Any
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.model.plain import make_plain
+from perdure.model.input.plain import make_plain
 
 _CHUNK = 1 << 16
 

@@ -41,8 +41,8 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.errors import PlatformError
 from perdure.model.paths import JobPaths
-from perdure.worker.process import RELAYS, SITE_SIGNALS, set_subreaper, set_title
 from perdure.worker.start.imports import read_imports
+from perdure.worker.system.process import RELAYS, SITE_SIGNALS, set_subreaper, set_title
 
 AGENT_AWAY_MAX_S = 60.0
 ORPHANED_GRACE_S = 2.0

@@ -58,11 +58,11 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.errors import ProtocolError
 from perdure.model.failures import ExitRecord
+from perdure.model.input.raw import restore_spawn, restore_variables
 from perdure.model.paths import JobPaths
-from perdure.model.raw import restore_spawn, restore_variables
-from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter, is_alone
 from perdure.worker.start.streams import DISK_ERRORS
+from perdure.worker.system.cgroups import OomKills
 
 _NAMED_MAX = 5
 _EVERYTHING = 1 << 62

@@ -32,11 +32,11 @@ from perdure.keeper.footprint import Footprint, PatchWatch, find_obstacle
 from perdure.keeper.modules import ModuleLog, ModuleStore
 from perdure.model.bus.wire import KeeperSpawn, KeeperStore
 from perdure.model.codec import decode, encode
-from perdure.model.raw import restore_spawn
-from perdure.worker.process import SITE_SIGNALS, ignore_site_signals, set_title
+from perdure.model.input.raw import restore_spawn
 from perdure.worker.start.imports import list_installed_folders
 from perdure.worker.start.streams import open_streams, survive_full_disks
-from perdure.worker.stderr import say
+from perdure.worker.system.process import SITE_SIGNALS, ignore_site_signals, set_title
+from perdure.worker.system.stderr import say
 
 FORK_TIMEOUT_S = 30.0
 

@@ -17,9 +17,9 @@ import msgspec
 
 from perdure.files.regular import read_file
 from perdure.model.errors import ConfigError
+from perdure.model.input.source import find_misfit, parse_toml
+from perdure.model.input.values import VALUE_HINT, find_bad_value
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
-from perdure.model.source import find_misfit, parse_toml
-from perdure.model.values import VALUE_HINT, find_bad_value
 
 SHIPPED = Path(__file__).resolve().parent / "profiles"
 BASELINE = "generic-ssh"

@@ -24,7 +24,7 @@ from typing import IO, Any, AnyStr, Protocol
 import msgspec
 
 from perdure.model.errors import PlatformError
-from perdure.model.plain import show_controls, show_output
+from perdure.model.input.plain import show_controls, show_output
 
 SAID_MAX = 64 << 20
 """Bytes of an answer, with what was said beside it."""

@@ -11,8 +11,8 @@ import sys
 import msgspec
 
 from perdure.model.errors import PlatformError
+from perdure.model.input.raw import restore_text
 from perdure.model.job import JobSpec
-from perdure.model.raw import restore_text
 
 
 class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from perdure.model.errors import SafetyError
+from perdure.model.input.relative import explain_unsafe
 from perdure.model.platforms.launching import PulledFile
-from perdure.model.relative import explain_unsafe
 
 _HINT = "nothing was written; look at that machine before anything of it is used"
 

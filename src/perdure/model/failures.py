@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from perdure.model.errors import DeviceLostError
-from perdure.model.plain import name_step
+from perdure.model.input.plain import name_step
 from perdure.model.verdicts import Verdict
 
 

@@ -12,7 +12,7 @@ from perdure.model.events import Decision, JobEnded, JobSubmitted, JournalEntry,
 from perdure.model.job import HeldGroup, JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.jobfiles import MINE, read_last_entries, read_lines
-from perdure.telemetry.replicas import ReplicaFold
+from perdure.telemetry.live.replicas import ReplicaFold
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.plain import make_plain
+from perdure.model.input.plain import make_plain
 
 log = logging.getLogger("perdure.part")
 

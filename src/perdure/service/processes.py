@@ -31,7 +31,7 @@ from perdure.adapters.host import (
     send_signal,
 )
 from perdure.service.shield import refuse_site_handlers
-from perdure.worker.process import die_with, ignore_site_signals
+from perdure.worker.system.process import die_with, ignore_site_signals
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ import os
 import signal
 import struct
 
-from perdure.worker.process import ignore_site_signals
+from perdure.worker.system.process import ignore_site_signals
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
 _RT_SIGACTION = {"x86_64": 13, "aarch64": 134}

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 import msgspec
 
 from perdure.launch.environment import HASH_SEED
+from perdure.model.input.raw import carry_text, restore_job, restore_text
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.raw import carry_text, restore_job, restore_text
 from perdure.service.jobfiles import read_document, write_document
 
 _FILES_MAX = 128

@@ -79,7 +79,7 @@ from perdure.service.starts import record_start
 from perdure.service.storage_watch import watch_free_space
 from perdure.service.tail import RankTails
 from perdure.service.window import read_left_s, read_window_s
-from perdure.worker.process import RELAYS, SITE_SIGNALS, ignore_site_signals, set_subreaper
+from perdure.worker.system.process import RELAYS, SITE_SIGNALS, ignore_site_signals, set_subreaper
 
 log = logging.getLogger("perdure.run")
 

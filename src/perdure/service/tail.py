@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.files.rotation import measure_file, read_piece
-from perdure.model.plain import show_overwritten
+from perdure.model.input.plain import show_overwritten
 
 _FOLDER = re.compile(r"g(\d+)")
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")

@@ -23,8 +23,8 @@ from perdure.model.events import (
     RoomNoted,
     VerdictReached,
 )
+from perdure.model.input.plain import show_controls
 from perdure.model.job import AlertKind
-from perdure.model.plain import show_controls
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

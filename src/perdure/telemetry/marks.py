@@ -19,12 +19,12 @@ from perdure.model.events import (
     RankExited,
     SettingsChanged,
 )
+from perdure.model.input.plain import make_plain, name_step
 from perdure.model.job import AlertKind
-from perdure.model.plain import make_plain, name_step
 from perdure.model.report import Recovery
 from perdure.model.steering import Change
+from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure.telemetry.alerts import AlertFold
-from perdure.telemetry.ledger import LedgerFold
 
 _TOLD_AS_INCIDENT = {"recovered", "part"}
 TEXT_MAX = 500

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from perdure.model.plain import show_controls
+from perdure.model.input.plain import show_controls
 
 _MARK = re.compile(
     r"\b(?P<word>epoch|global[ _]?step|steps?|iter(?:ation)?s?|batch|update)\b[\s:=#'\"\[(]{0,4}"

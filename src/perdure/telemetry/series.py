@@ -12,9 +12,9 @@ from perdure.model.events import (
 )
 from perdure.model.steering import Change
 from perdure.model.verdicts import Verdict
+from perdure.telemetry.accounting.ledger import LedgerFold
+from perdure.telemetry.accounting.segments import Segment
 from perdure.telemetry.curves import Curves
-from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.segments import Segment
 from perdure.telemetry.verdicts import VerdictFold
 
 

@@ -28,7 +28,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.failures import ExitRecord, explain_exit
-from perdure.model.plain import name_step
+from perdure.model.input.plain import name_step
 from perdure.model.verdicts import Culprit, Verdict, VerdictKind
 from perdure.telemetry.platforms import MachineFold, Notice, NoticeFold
 

@@ -28,13 +28,13 @@ from perdure.model.orders import InjectFault, InterruptCollectives, Order, TakeS
 from perdure.model.ring import RING_BYTES
 from perdure.model.signals.progress import Phase
 from perdure.worker.control import Control
-from perdure.worker.harm import Faults, arm_forward
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.recording.groups import list_process_groups, note_groups, read_members
 from perdure.worker.recording.recorder import TraceWriter, list_dumps, make_recorder
 from perdure.worker.recording.stages import StepStamps, install_stages
 from perdure.worker.ring import RingWriter
-from perdure.worker.stderr import say
+from perdure.worker.steering.harm import Faults, arm_forward
+from perdure.worker.system.stderr import say
 
 _PR_SET_PTRACER = 0x59616D61
 _DRAIN_AT_EXIT_S = 3.0

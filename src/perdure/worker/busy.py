@@ -22,7 +22,7 @@ from typing import Any
 
 from perdure.model.errors import ConfigError
 from perdure.worker.attach import Attachment, attach_ring
-from perdure.worker.forking import free_in_child
+from perdure.worker.system.forking import free_in_child
 
 FIRST_S = 3600.0
 """At most so long is the first evaluation, or save, of which nothing is known."""

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from perdure.worker.busy import Busy
-from perdure.worker.forking import free_in_child
 from perdure.worker.start.cold import after_import, while_importing
+from perdure.worker.system.forking import free_in_child
 
 AT_MOST_S = 600.0
 """A compilation that takes longer is told of, as any silence is: its workers may hang, too."""

@@ -32,9 +32,9 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, MetricsLogged
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
 from perdure.model.orders import Order
-from perdure.worker.forking import free_in_child
-from perdure.worker.sockets import OwnSocket
-from perdure.worker.stderr import say
+from perdure.worker.system.forking import free_in_child
+from perdure.worker.system.sockets import OwnSocket
+from perdure.worker.system.stderr import say
 
 RETRY_S = 0.2
 _SEND_TIMEOUT_S = 10.0

@@ -51,9 +51,9 @@ from torch.utils.data import (
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.microbatches import BatchPlan
 from perdure.plan.training_plan import describe_changes
-from perdure.worker.process import die_with
 from perdure.worker.rng import keep_rng, put_back_rng
-from perdure.worker.stderr import say
+from perdure.worker.system.process import die_with
+from perdure.worker.system.stderr import say
 
 _REFUSED = ("sampler", "batch_sampler", "generator")
 

@@ -42,7 +42,7 @@ from typing import Any
 
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives
-from perdure.worker.sockets import (
+from perdure.worker.system.sockets import (
     borrow,
     is_listener,
     is_tcp,
@@ -50,7 +50,7 @@ from perdure.worker.sockets import (
     list_sockets,
     shut_down,
 )
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 _TIMEVAL = struct.Struct("@ll")
 _making = threading.Lock()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.worker.attach import Attachment
-from perdure.worker.cells import open_cells
-from perdure.worker.config import Config
-from perdure.worker.executor import Depth, Executor
 from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.progress import Progress
 from perdure.worker.settings import plan_steering, read_spec, read_steering
+from perdure.worker.steering.cells import open_cells
+from perdure.worker.steering.config import Config
+from perdure.worker.steering.executor import Depth, Executor
 
 if TYPE_CHECKING:  # It imports torch.
     from perdure.worker.checkpoint import Checkpointer

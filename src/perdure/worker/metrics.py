@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from perdure.model.events import AnyEvent, MetricsLogged
-from perdure.model.plain import make_plain
-from perdure.worker.stderr import say
+from perdure.model.input.plain import make_plain
+from perdure.worker.system.stderr import say
 
 INTERVAL_S = 0.5
 BATCH_BYTES_MAX = 48_000

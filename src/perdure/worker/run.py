@@ -19,11 +19,11 @@ from perdure.model.errors import ConfigError
 from perdure.model.events import RankJoined
 from perdure.worker.attach import Attachment, attach_rank
 from perdure.worker.busy import Busy, declare_busy
-from perdure.worker.cells import open_cells
-from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.settings import OWN, declare_own_keys, read_checkpoint_url, read_spec
+from perdure.worker.steering.cells import open_cells
+from perdure.worker.steering.config import Config, Value
 from perdure.worker.work import declare_work
 
 

@@ -13,8 +13,8 @@ from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.records import decode_record
 from perdure.model.steering import KeySpec, Steering
 from perdure.plan.settings import LOG_LEVELS
-from perdure.worker.boundary import Agreed, BoundaryGate
-from perdure.worker.config import Config
+from perdure.worker.steering.boundary import Agreed, BoundaryGate
+from perdure.worker.steering.config import Config
 
 OWN = "perdure."
 """What the names of objects begin with that perdure itself registers."""

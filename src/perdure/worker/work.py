@@ -4,16 +4,16 @@
 
 A rank that got the longest sequences takes the longest, and nothing is wrong with it. What was
 declared goes with the step's stages into the rank's ring, and the detector compares what ranks
-take for the same amount of it (`perdure.detect.work`). Without perdure nothing is done.
+take for the same amount of it (`perdure.detect.slowness.work`). Without perdure nothing is done.
 """
 
 import math
 from typing import SupportsFloat
 
-from perdure.model.plain import make_plain
+from perdure.model.input.plain import make_plain
 from perdure.model.signals.progress import WORK_MAX
 from perdure.worker.attach import attach_ring
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 _complained = False
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from tests.waiting import PATIENCE_S
 
-from perdure.adapters.links import LinkReader
+from perdure.adapters.network.links import LinkReader
 
 _PEER = """
 import socket, sys
@@ -167,7 +167,7 @@ def test_closed_connections_and_ended_ranks_are_forgotten(peer: Peer) -> None:
 def test_another_users_rank_is_said_to_be_missing() -> None:
     code = """
 import os, socket, sys
-from perdure.adapters.links import LinkReader
+from perdure.adapters.network.links import LinkReader
 server = socket.create_server(("127.0.0.1", 0))
 end = socket.create_connection(server.getsockname())
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from perdure.adapters.netlink import Dump, SockDiag
+from perdure.adapters.network.netlink import Dump, SockDiag
 from perdure.model.errors import PlatformError
 
 DONE = struct.pack("<IHHIII", 20, 3, 2, 1, 0, 0)

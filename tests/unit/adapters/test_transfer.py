@@ -10,8 +10,13 @@ from functools import partial
 import pytest
 from tests.waiting import PATIENCE_S
 
-from perdure.adapters import transfer
-from perdure.adapters.transfer import Listener, answer_transfer, run_arithmetic, run_transfer
+from perdure.adapters.network import transfer
+from perdure.adapters.network.transfer import (
+    Listener,
+    answer_transfer,
+    run_arithmetic,
+    run_transfer,
+)
 from perdure.model.errors import PlatformError
 
 SIZE = 3_000_001

@@ -13,7 +13,7 @@ from perdure.cli.jobs import find_here
 from perdure.cli.looking.story import Story, tell_story
 from perdure.service.jobfiles import write_document
 from perdure.service.jobfolders import paths_of
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.ledger import make_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 

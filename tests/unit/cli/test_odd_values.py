@@ -15,7 +15,7 @@ from perdure.dash.text import render_chart, render_text
 from perdure.model.codec import encode
 from perdure.model.events import MetricsLogged
 from perdure.service.curves import CurveFiles
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 
 
 @pytest.fixture(autouse=True)

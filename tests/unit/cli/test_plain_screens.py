@@ -22,7 +22,7 @@ from perdure.dash.terminal import plain_streams
 from perdure.dash.watch import render_watch
 from perdure.model.codec import encode
 from perdure.model.events import CheckpointFailed, MachineReported, StacksTaken
-from perdure.model.plain import show_controls, show_output
+from perdure.model.input.plain import show_controls, show_output
 from perdure.telemetry.alerts import AlertFold
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJmIH4=\x07"

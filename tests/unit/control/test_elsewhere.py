@@ -40,8 +40,8 @@ from perdure.model.orders import (
     SendBoundary,
 )
 from perdure.model.steering import KeySpec
-from perdure.telemetry.ledger import make_report
-from perdure.telemetry.replicas import ReplicaFold
+from perdure.telemetry.accounting.ledger import make_report
+from perdure.telemetry.live.replicas import ReplicaFold
 
 SPEC = JobSpec(script="", torchft=TorchftConfig(replicas=1, elsewhere=True))
 

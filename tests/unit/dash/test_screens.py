@@ -7,8 +7,8 @@ from perdure.dash.page import render_html
 from perdure.dash.svg import POINTS_MAX, choose_ticks, thin
 from perdure.dash.text import render_chart, render_text
 from perdure.model.events import CheckpointFailed, StacksTaken
-from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.accounting.ledger import LedgerFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 
 def fold(story):

@@ -4,7 +4,7 @@ from tests.journals import Story, make_series
 
 from perdure.dash.sections import INCIDENTS_MAX, Picture, list_nodes, render_section
 from perdure.model.report import RankRow, Snapshot
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 
 
 def test_nodes_in_trouble_come_before_the_others_and_all_are_there() -> None:

@@ -1,7 +1,7 @@
 """Communicators, as ranks show them: those of earlier epochs are forgotten."""
 
-from perdure.detect.collectives import CollectiveWatch
-from perdure.detect.shifts import Passed
+from perdure.detect.slowness.collectives import CollectiveWatch
+from perdure.detect.slowness.shifts import Passed
 from perdure.model.signals.progress import CommProgress, RankAccount, RankProgress
 
 

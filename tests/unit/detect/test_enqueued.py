@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
-from perdure.detect.timed import keep_timed
+from perdure.detect.slowness.timed import keep_timed
 from perdure.model import ring
 from perdure.model.events import NodeLost
 from perdure.model.job import DetectConfig

@@ -8,8 +8,8 @@ import pytest
 from tests.simulator.collectives import Training
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
-from perdure.detect.lateness import LatenessWatch
-from perdure.detect.shifts import Passed
+from perdure.detect.slowness.lateness import LatenessWatch
+from perdure.detect.slowness.shifts import Passed
 from perdure.model.events import VerdictReached
 from perdure.model.signals.progress import NodeBeat
 

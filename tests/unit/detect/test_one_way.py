@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from perdure.detect.links import LinkWatch
+from perdure.detect.slowness.links import LinkWatch
 from perdure.model.signals.links import LinkSample, LinkSweep
 
 

@@ -1,6 +1,6 @@
 """When an excess set in."""
 
-from perdure.detect.persistence import Persistence
+from perdure.detect.slowness.persistence import Persistence
 
 
 def test_onset_is_where_the_samples_turn_odd_for_good() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from perdure.detect.shifts import Passed, PeerShifts, compute_tail
+from perdure.detect.slowness.shifts import Passed, PeerShifts, compute_tail
 
 SLOW = 1
 

@@ -5,8 +5,8 @@ from msgspec.structs import replace
 from tests.simulator.collectives import Layout, Noise, Training
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
-from perdure.detect import slow
-from perdure.detect.hosts import Neighbours
+from perdure.detect.slowness import slow
+from perdure.detect.slowness.hosts import Neighbours
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
 from perdure.model.signals.links import ProbeFinding
 

@@ -1,7 +1,7 @@
 import pytest
 
-from perdure.detect.collectives import Comm, group_peers
-from perdure.detect.stages import compute_frontier
+from perdure.detect.slowness.collectives import Comm, group_peers
+from perdure.detect.slowness.stages import compute_frontier
 from perdure.model.signals.progress import CommProgress
 
 

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.detect.drive import FAULT_S, Layout, Run, inject
 
-from perdure.detect import collectives
-from perdure.detect.collectives import CROWD
 from perdure.detect.detector import Detector
-from perdure.detect.stages import PENDING, StageWatch
+from perdure.detect.slowness import collectives
+from perdure.detect.slowness.collectives import CROWD
+from perdure.detect.slowness.stages import PENDING, StageWatch
 from perdure.model.events import (
     RankExited,
     RanksStarted,

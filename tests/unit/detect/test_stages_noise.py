@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from perdure.detect.stages import StageWatch
+from perdure.detect.slowness.stages import StageWatch
 from perdure.model.signals.progress import StepStages
 
 SLOW = 1

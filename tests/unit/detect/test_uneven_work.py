@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from perdure.detect.stages import StageWatch
-from perdure.detect.work import CHANGED, DeclaredWork
+from perdure.detect.slowness.stages import StageWatch
+from perdure.detect.slowness.work import CHANGED, DeclaredWork
 from perdure.model.signals.progress import StepStages
 
 SLOW = 1

@@ -18,8 +18,8 @@ from perdure.model.events import (
     MetricsLogged,
     RankJoined,
 )
+from perdure.model.input.plain import make_plain
 from perdure.model.job import BusConfig, JobSpec
-from perdure.model.plain import make_plain
 
 
 def test_what_is_not_finite_comes_back_as_it_was() -> None:

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from perdure.model.bus.wire import KeeperSpawn, RankLaunch
 from perdure.model.codec import decode, encode
-from perdure.model.job import JobSpec
-from perdure.model.raw import (
+from perdure.model.input.raw import (
     carry_job,
     carry_text,
     carry_variables,
     restore_job,
     restore_spawn,
 )
+from perdure.model.job import JobSpec
 
 pieces = st.one_of(st.binary(max_size=20), st.text("\ufdd0e9", max_size=9).map(os.fsencode))
 raw = st.lists(pieces).map(lambda all_: os.fsdecode(b"".join(all_).replace(b"\0", b"/")))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from perdure.model.input.raw import carry_job
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.raw import carry_job
 from perdure.service.jobfiles import read_document, write_document
 from perdure.service.jobfolders import paths_of
 from perdure.service.starts import FileWatch, Start, compare_start, record_start

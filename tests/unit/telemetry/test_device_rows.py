@@ -9,7 +9,7 @@ from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.report import RankRow
 from perdure.model.signals.devices import HW_THERMAL, POWER_CAP, DeviceSample, Xid
 from perdure.model.signals.progress import NodeBeat
-from perdure.telemetry.devices import (
+from perdure.telemetry.live.devices import (
     STALE_S,
     DeviceFold,
     DeviceView,

@@ -26,9 +26,9 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 from perdure.telemetry.monitoring import list_metrics
-from perdure.telemetry.snapshot import SnapshotFold
 
 
 def account(step: int, last_step_s: float) -> RankAccount:

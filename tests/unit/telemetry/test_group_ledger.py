@@ -26,7 +26,7 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.signals.progress import RankAccount
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 
 
 class Journal:

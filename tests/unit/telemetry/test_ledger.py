@@ -3,7 +3,7 @@ from tests.journals import Story, tell
 
 from perdure.model.events import VerdictWithdrawn
 from perdure.model.report import ACCOUNTS
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 
 
 def report_of(story):

@@ -7,10 +7,10 @@ from tests.journals import Story
 
 from perdure.model.events import MachineReported, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.telemetry.history import History
-from perdure.telemetry.incidents import list_recoveries
-from perdure.telemetry.ledger import LedgerFold
-from perdure.telemetry.segments import Presence, Segment, cut_idle
+from perdure.telemetry.accounting.history import History
+from perdure.telemetry.accounting.incidents import list_recoveries
+from perdure.telemetry.accounting.ledger import LedgerFold
+from perdure.telemetry.accounting.segments import Presence, Segment, cut_idle
 from perdure.telemetry.verdicts import list_verdicts
 
 WORDS = "pod job-nodes-abcde: out of memory: OOMKilled"

@@ -16,7 +16,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Change
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure.telemetry.marks import Mark, MarkFold
 
 SPEC = JobSpec(name="j", script="x.py", nproc=2)

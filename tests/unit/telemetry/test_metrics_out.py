@@ -10,9 +10,9 @@ from tests.journals import Story, tell
 
 from perdure.model.report import DeviceRow, RankRow, ReplicaRow
 from perdure.model.signals.devices import DeviceSample
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 from perdure.telemetry.monitoring import list_incident_spans, list_metrics
-from perdure.telemetry.snapshot import SnapshotFold
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -17,9 +17,9 @@ from perdure.model.events import (
 from perdure.model.failures import ExitRecord
 from perdure.model.report import Report
 from perdure.model.signals.progress import RankAccount
-from perdure.telemetry.history import History
-from perdure.telemetry.incidents import list_recoveries
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.history import History
+from perdure.telemetry.accounting.incidents import list_recoveries
+from perdure.telemetry.accounting.ledger import make_report
 from perdure.telemetry.platforms import NoticeFold
 from perdure.telemetry.verdicts import list_verdicts
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from tests.journals import Story, tell
 
 from perdure.model.events import GenerationStepping
-from perdure.telemetry.history import History
-from perdure.telemetry.incidents import KEPT, RecentFold
-from perdure.telemetry.ledger import LedgerFold, make_report
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.accounting.history import History
+from perdure.telemetry.accounting.incidents import KEPT, RecentFold
+from perdure.telemetry.accounting.ledger import LedgerFold, make_report
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 
 class Told:

@@ -18,7 +18,7 @@ from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 SPEC = JobSpec(script="x.py", nodes=3, spares=1, torchft=TorchftConfig(replicas=3))
 

@@ -2,7 +2,7 @@
 
 from perdure.model.events import WorldReformed
 from perdure.model.report import StageRow, WorldShape
-from perdure.telemetry.reforms import ShapeFold
+from perdure.telemetry.accounting.reforms import ShapeFold
 
 
 def formed(

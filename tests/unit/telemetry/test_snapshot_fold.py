@@ -22,9 +22,9 @@ from perdure.model.signals.progress import (
     RankProgress,
 )
 from perdure.model.steering import Change, KeySpec
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.ledger import make_report
+from perdure.telemetry.live.snapshot import CONDENSE_EVERY, SnapshotFold
 from perdure.telemetry.series import SeriesFold
-from perdure.telemetry.snapshot import CONDENSE_EVERY, SnapshotFold
 
 
 def fold_of(story):

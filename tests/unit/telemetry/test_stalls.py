@@ -3,7 +3,7 @@
 import pytest
 
 from perdure.model.events import FailureDecided
-from perdure.telemetry.reforms import Stall, split_stall, take_stalls
+from perdure.telemetry.accounting.reforms import Stall, split_stall, take_stalls
 
 RE = "reconfiguration."
 STALL = Stall(1, waited_s=9.5, began_s=10.3, ordered_s=10.4, connected_s=10.7, formed_s=11.0)

@@ -9,8 +9,8 @@ import pytest
 from perdure.dash.live import describe_left, render_status
 from perdure.model.events import KeysDeclared
 from perdure.model.report import Snapshot
-from perdure.telemetry.steering import SteeringFold
-from perdure.telemetry.timeleft import SAMPLES_MAX, StepPace
+from perdure.telemetry.live.steering import SteeringFold
+from perdure.telemetry.live.timeleft import SAMPLES_MAX, StepPace
 
 
 def train(pace: StepPace, begin_s: float, seconds: float, step: float, step_s: float) -> float:

@@ -13,8 +13,8 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.telemetry.history import History
-from perdure.telemetry.incidents import name_state
+from perdure.telemetry.accounting.history import History
+from perdure.telemetry.accounting.incidents import name_state
 
 
 @pytest.mark.parametrize("kind", ["Straggler", "CommSlow", "UnhealthyDevice"])

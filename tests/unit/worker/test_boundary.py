@@ -7,9 +7,9 @@ from tests.waiting import PATIENCE_S
 
 from perdure.model.events import BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.worker import boundary
-from perdure.worker.boundary import NEVER, BoundaryGate
-from perdure.worker.cells import Away, Cells
+from perdure.worker.steering import boundary
+from perdure.worker.steering.boundary import NEVER, BoundaryGate
+from perdure.worker.steering.cells import Away, Cells
 
 
 def order(move, step=5, id="b1", kind="checkpoint", ranks=(0, 1, 2, 3)):

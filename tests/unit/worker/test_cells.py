@@ -14,8 +14,8 @@ from tests.waiting import PATIENCE_S, wait_until
 
 torch_dist = pytest.importorskip("torch.distributed")
 
-from perdure.worker import cells as module  # noqa: E402
-from perdure.worker.cells import Away, Cells, StoreCells, open_cells  # noqa: E402
+from perdure.worker.steering import cells as module  # noqa: E402
+from perdure.worker.steering.cells import Away, Cells, StoreCells, open_cells  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

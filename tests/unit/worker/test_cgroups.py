@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.worker.cgroups import (
+from perdure.worker.system.cgroups import (
     OomKills,
     limit_self,
     list_parent_cgroups,

@@ -26,13 +26,13 @@ from perdure.model.job import CheckpointConfig
 from perdure.model.records import encode_record
 from perdure.worker import busy
 from perdure.worker.attach import Attachment
-from perdure.worker.cells import Cells
 from perdure.worker.checkpoint import Checkpointer, checkpointer
 from perdure.worker.checkpoint.files import list_checkpoints
 from perdure.worker.checkpoint.sharded import SavePlanCache
 from perdure.worker.checkpoint.staging import Staging
-from perdure.worker.executor import SaveSkipped
 from perdure.worker.ring import RingWriter
+from perdure.worker.steering.cells import Cells
+from perdure.worker.steering.executor import SaveSkipped
 
 
 class Trainee:

@@ -2,7 +2,7 @@ import pytest
 
 from perdure.model.errors import ConfigError
 from perdure.model.steering import Change, KeySpec
-from perdure.worker.config import Config
+from perdure.worker.steering.config import Config
 
 
 def test_declared_settings_are_attributes_and_items():

@@ -17,7 +17,6 @@ from torch import nn
 
 from perdure.model.events import AnyEvent, WorldReformed
 from perdure.model.orders import ReformWorld
-from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state import Taken
@@ -25,6 +24,7 @@ from perdure.worker.elastic.state.sharded import ShardedReplica, ShardedState
 from perdure.worker.elastic.steering import Steering
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.progress import Progress
+from perdure.worker.steering.config import Config
 
 pytestmark = pytest.mark.torch
 

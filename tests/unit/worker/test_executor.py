@@ -9,12 +9,12 @@ import pytest
 from perdure.model.errors import PlatformError
 from perdure.model.events import BoundaryReached
 from perdure.model.steering import Change
-from perdure.worker import executor
 from perdure.worker.attach import Attachment
-from perdure.worker.boundary import Agreed
-from perdure.worker.config import Config
-from perdure.worker.executor import FORWARDED, Depth, Executor, SignalForwarding
 from perdure.worker.ring import RingWriter, is_alone
+from perdure.worker.steering import executor
+from perdure.worker.steering.boundary import Agreed
+from perdure.worker.steering.config import Config
+from perdure.worker.steering.executor import FORWARDED, Depth, Executor, SignalForwarding
 
 
 class Interruption(Exception):

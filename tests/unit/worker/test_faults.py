@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from perdure.model.orders import InjectFault
-from perdure.worker.harm import (
+from perdure.worker.steering.harm import (
     NEVER,
     Faults,
     exhaust_memory,

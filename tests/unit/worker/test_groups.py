@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-from perdure.adapters.links import LinkReader  # noqa: E402
+from perdure.adapters.network.links import LinkReader  # noqa: E402
 
 _RANK = """
 import sys

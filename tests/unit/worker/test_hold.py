@@ -6,7 +6,7 @@ from typing import Any, Literal
 from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import Change
-from perdure.worker.boundary import NEVER, Agreed, BoundaryGate
+from perdure.worker.steering.boundary import NEVER, Agreed, BoundaryGate
 
 Kind = Literal["checkpoint", "stop", "set", "pause", "drain"]
 

@@ -21,7 +21,7 @@ from perdure.worker.interrupt import (
     shut_down_devices,
     shut_down_gloo,
 )
-from perdure.worker.sockets import list_links
+from perdure.worker.system.sockets import list_links
 
 
 class Device:

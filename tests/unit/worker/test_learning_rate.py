@@ -7,8 +7,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from perdure.model.steering import Change
-from perdure.worker.config import Config
-from perdure.worker.learning_rate import declare_rate, refuse_zero
+from perdure.worker.steering.config import Config
+from perdure.worker.steering.learning_rate import declare_rate, refuse_zero
 
 pytestmark = pytest.mark.torch
 

@@ -10,10 +10,10 @@ from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, BoundaryReached, KeysDeclared, MetricsLogged
 from perdure.model.orders import SendBoundary
 from perdure.worker.attach import Attachment
-from perdure.worker.config import Config
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.ring import RingWriter
+from perdure.worker.steering.config import Config
 
 
 class FakeSaver:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from perdure.worker.harm import NetworkFaults
+from perdure.worker.steering.harm import NetworkFaults
 
 LAB = {"PERDURE_LAB": json.dumps({"interface": "eth9", "addresses": ["10.77.0.1", "10.77.0.2"]})}
 

@@ -9,7 +9,7 @@ from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
 from perdure.model.orders import SendBoundary
 from perdure.model.steering import Change, Steering
-from perdure.worker import boundary
+from perdure.worker.steering import boundary
 from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 
 NOTHING = Steering()

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 from torch.utils.data import dataloader as loading  # noqa: E402
 
-from perdure.worker import harm  # noqa: E402
-from perdure.worker.harm import Slowdown, arm_forward  # noqa: E402
+from perdure.worker.steering import harm  # noqa: E402
+from perdure.worker.steering.harm import Slowdown, arm_forward  # noqa: E402
 
 pytestmark = pytest.mark.torch
 EXTRA_S = 0.05

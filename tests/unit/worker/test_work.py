@@ -9,11 +9,11 @@ from tests.rings import read_stages
 from tests.waiting import PATIENCE_S
 
 from perdure.worker import attach, work
-from perdure.worker.config import Config
 from perdure.worker.progress import Progress
 from perdure.worker.recording.stages import StepStamps
 from perdure.worker.ring import RingWriter
 from perdure.worker.run import Run
+from perdure.worker.steering.config import Config
 from perdure.worker.trainers.driven import count_items
 from perdure.worker.work import declare_work
 

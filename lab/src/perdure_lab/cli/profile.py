@@ -26,7 +26,7 @@ from perdure.model.planning.costs import (
     read_profile,
 )
 from perdure.service.jobfolders import resolve_home
-from perdure.worker.process import die_with
+from perdure.worker.system.process import die_with
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
 """What follows the script is the script's."""

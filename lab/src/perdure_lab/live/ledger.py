@@ -14,7 +14,7 @@ from typing import Literal
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.report import Recovery
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure_lab.report import PHASES, MadeStep, MeasuredCosts, Phases
 from perdure_lab.simulation.ledger import Ledger
 

@@ -17,7 +17,7 @@ import msgspec
 
 from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
-from perdure.telemetry.ledger import make_report
+from perdure.telemetry.accounting.ledger import make_report
 from perdure_lab.live.ledger import Run, join_steps
 from perdure_lab.live.systems import System
 from perdure_lab.report import FormedShape, MadeStep

@@ -18,9 +18,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from perdure.model.errors import ConfigError
+from perdure.model.input.source import Source
 from perdure.model.planning.costs import CostProfile
 from perdure.model.planning.world import World, make_devices
-from perdure.model.source import Source
 from perdure.plan.worlds.planner import Request, plan_worlds
 
 BYTES_A_PARAMETER = 16

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from perdure.model.errors import ConfigError
-from perdure.model.source import Path, Source, locate_value, split_place
+from perdure.model.input.source import Path, Source, locate_value, split_place
 from perdure_lab.traces.nouns import (
     AvailabilityTrace,
     Builder,

@@ -227,7 +227,7 @@ def read_script(path: Path) -> tuple[bytes, str]:
         PlatformError: it may not be read.
     """
     from perdure.cli.adopting.script import BYTES_MAX
-    from perdure.model.source import BOM
+    from perdure.model.input.source import BOM
 
     try:
         if path.is_dir():
@@ -299,7 +299,7 @@ def write_script(path: Path, before: bytes, text: str) -> str:
         PlatformError: it cannot be written.
     """
     from perdure.files import replace_file
-    from perdure.model.source import BOM
+    from perdure.model.input.source import BOM
 
     target = path.resolve()  # A link stays one.
     mark = BOM.encode() if before.startswith(BOM.encode()) else b""

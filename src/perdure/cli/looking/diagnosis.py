@@ -16,7 +16,7 @@ from perdure.cli.speech.say import (
     Json,
     print_json,
 )
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.input.plain import REASON_MAX, shorten_line
 
 if TYPE_CHECKING:
     from perdure.model.platforms.outcome import Outcome

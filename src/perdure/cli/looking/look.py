@@ -27,7 +27,7 @@ from perdure.cli.speech.say import (
     render_table,
 )
 from perdure.model.errors import PerdureError
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.input.plain import REASON_MAX, shorten_line
 from perdure.service.jobfolders import is_alive, paths_of, resolve_home
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ def _tell(found: Job, kind: str, target: str, *, follow: bool, run_log: bool) ->
     """
     from perdure.cli.looking.tracking import JobTracking
     from perdure.service.controller.tracking import CONTROLLER_PID
-    from perdure.worker.process import die_with
+    from perdure.worker.system.process import die_with
 
     if controller := os.environ.get(CONTROLLER_PID):
         die_with(int(controller), signal.SIGTERM)

@@ -17,7 +17,7 @@ from perdure.cli.speech.pages import point_to_pages
 from perdure.cli.speech.say import AnyJob, Json, note, print_json
 from perdure.launch.exchange import print_output
 from perdure.model.errors import ConfigError
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.input.plain import REASON_MAX, shorten_line
 
 if TYPE_CHECKING:
     from perdure.model.events import JournalEntry

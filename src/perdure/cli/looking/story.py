@@ -9,8 +9,8 @@ from perdure.cli.jobs import ENDED, LOST, LOST_REASON, Job
 from perdure.model.chain import Tally
 from perdure.model.events import JournalEntry, LinksNoted, Newest
 from perdure.model.report import Report
+from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure.telemetry.curves import Curves
-from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.links import DelayMatrix, read_delay_matrix
 from perdure.telemetry.series import Series, SeriesFold
 

@@ -26,8 +26,8 @@ from perdure.model.errors import PlatformError
 from perdure.model.events import JournalEntry
 from perdure.model.report import Snapshot
 from perdure.service.jobfiles import read_document, write_document
+from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure.telemetry.curves import Bucket
-from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.marks import Mark, MarkFold
 
 _LOOK_S = 0.5

@@ -20,7 +20,7 @@ from perdure.dash.colours import print_painted
 from perdure.dash.live import render_status
 from perdure.dash.terminal import unwrap_stream
 from perdure.dash.watch import render_clock, render_watch
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.input.plain import REASON_MAX, shorten_line
 from perdure.model.report import Snapshot
 
 QUIET_S = 10.0

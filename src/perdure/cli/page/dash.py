@@ -25,7 +25,7 @@ from perdure.cli.jobs import ElsewhereError, find_job
 from perdure.cli.speech.say import Json, note, print_json
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
-from perdure.model.plain import make_plain
+from perdure.model.input.plain import make_plain
 from perdure.service.jobfolders import resolve_home
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from perdure.model.chain import Tally
 from perdure.model.events import JournalEntry, Newest
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.live.snapshot import SnapshotFold
 
 STORY_EVERY_S = 1.0
 """Between two stories of a job that lives; of a large one more, see `_STORY_SHARE`."""

@@ -14,7 +14,7 @@ from perdure.drill.card import KeptDrill
 from perdure.drill.screens import make_card_document, render_counts
 from perdure.model.codec import make_encodable
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.plain import shorten_line
+from perdure.model.input.plain import shorten_line
 from perdure.service.results import SIZE_MAX, Kept, list_results, locate_results, read_result
 
 OTHERS_MAX = 20

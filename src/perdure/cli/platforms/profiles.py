@@ -214,8 +214,8 @@ def _show(value: Any) -> str:
 
 def read_key_meanings() -> dict[str, str]:
     """Return dotted key -> what its docstring says, where the key is defined."""
+    from perdure.model.input.source import list_sections
     from perdure.model.platforms.profile import Profile
-    from perdure.model.source import list_sections
 
     places: dict[type, str] = {Profile: ""}
     places |= {type_: f"{name}." for name, type_ in list_sections(Profile).items()}

@@ -38,10 +38,10 @@ from perdure.launch.environment import explain_default_threads
 from perdure.model import job
 from perdure.model.codec import decode, make_encodable
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
+from perdure.model.input.raw import carry_text, restore_job
+from perdure.model.input.source import BOM, find_misfit, parse_toml
 from perdure.model.job import JobSpec
 from perdure.model.platforms.box import TESTED_TORCHES, TORCH_END, TORCH_MIN, read_version
-from perdure.model.raw import carry_text, restore_job
-from perdure.model.source import BOM, find_misfit, parse_toml
 from perdure.service.jobfolders import is_alive, paths_of
 
 _PATHS = {

@@ -15,7 +15,7 @@ from perdure.cli.running import options as o
 from perdure.cli.speech.say import answer, note
 from perdure.cli.speech.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.input.plain import REASON_MAX, shorten_line
 from perdure.service.jobfolders import is_alive, paths_of, resolve_home
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def start(options: o.RunOptions) -> int:
     from perdure.cli.running.jobspec import check_job, choose_name, make_spec
     from perdure.cli.running.nodes import name_job
     from perdure.cli.running.torchrun import read_rendezvous
-    from perdure.model.raw import carry_job
+    from perdure.model.input.raw import carry_job
     from perdure.service.access.credentials import check_outside  # With NATS.
     from perdure.service.starts import compare_start
 
@@ -147,7 +147,7 @@ def start_node(
     """
     from perdure.cli.running.jobspec import check_job
     from perdure.cli.running.nodes import find_place, is_here, join_first, keep_checkpoints
-    from perdure.model.raw import carry_job
+    from perdure.model.input.raw import carry_job
     from perdure.service.access.rendezvous import FirstNode, find_secret, write_placement
     from perdure.service.starts import compare_start
 

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 from perdure.cli.speech.say import note
-from perdure.model.plain import show_controls
+from perdure.model.input.plain import show_controls
 
 APPEARS_S = 2.0
 _LOOK_S = 0.5

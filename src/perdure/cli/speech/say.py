@@ -22,7 +22,7 @@ import typer
 from perdure.cli.speech.pages import point_to_pages
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.plain import shorten_line, show_controls
+from perdure.model.input.plain import shorten_line, show_controls
 
 
 def complete_jobs(incomplete: str) -> list[str]:

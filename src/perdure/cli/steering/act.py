@@ -29,7 +29,8 @@ from perdure.cli.speech.say import (
 from perdure.cli.speech.say import note as say_beside
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.faults import FAULTS
-from perdure.model.plain import name_step
+from perdure.model.input.plain import name_step
+from perdure.model.input.values import refuse_value
 from perdure.model.report import Snapshot
 from perdure.model.steering import (
     LEAVE_DEADLINE_S,
@@ -41,7 +42,6 @@ from perdure.model.steering import (
     parse_value,
     render_value,
 )
-from perdure.model.values import refuse_value
 from perdure.model.verdicts import HANGS
 from perdure.plan.settings import SECTIONS, apply_spec, list_own_keys
 

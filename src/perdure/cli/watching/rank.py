@@ -20,7 +20,7 @@ from perdure.cli.watching.views import (
     list_rank_evidence,
 )
 from perdure.dash.sections import LOG_LINES, LogLine, Picture, find_rank
-from perdure.model.plain import show_output
+from perdure.model.input.plain import show_output
 from perdure.model.report import RankRow, Snapshot
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.text import Text
 from textual.binding import Binding
 from textual.widgets import DataTable
 
-from perdure.model.plain import REASON_MAX, shorten_line, show_controls
+from perdure.model.input.plain import REASON_MAX, shorten_line, show_controls
 
 TEXT_MAX = 40_000
 """Characters of a text that is scrolled; `perdure diagnose` and `perdure logs` have the rest."""

@@ -25,7 +25,7 @@ from perdure.dash.shape import render_span
 from perdure.dash.text import LOST_UNKNOWN, describe_loss, describe_phases, render_ledger
 from perdure.dash.verdicts import describe_grounds, describe_slowness
 from perdure.dash.watch import describe_incident, holds, list_shown_groups, render_head
-from perdure.model.plain import name_step
+from perdure.model.input.plain import name_step
 from perdure.model.report import DeviceRow, RankRow, Recovery, Snapshot
 from perdure.model.steering import render_value
 from perdure.model.verdicts import Verdict

@@ -30,9 +30,9 @@ from perdure.control.recovery.placement import bar, count_shortage
 from perdure.control.steering.group_moves import take_back
 from perdure.control.steering.moves import restore_move
 from perdure.control.targets import UnknownTargetError, name_all, resolve_nodes
+from perdure.model.input.values import refuse_value
 from perdure.model.orders import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
-from perdure.model.values import refuse_value
 from perdure.policy import estimate_restart_cost_s
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.model.codec import encode
 from perdure.model.errors import MeasureError
-from perdure.model.source import Source
+from perdure.model.input.source import Source
 
 VERSION = 1
 HINT = "docs/planning.md shows a cost profile"

@@ -80,7 +80,7 @@ from perdure.service.processes import (
     start_child,
 )
 from perdure.service.tail import RankTails
-from perdure.worker.process import set_subreaper
+from perdure.worker.system.process import set_subreaper
 
 log = logging.getLogger("perdure.join")
 

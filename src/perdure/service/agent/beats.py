@@ -18,7 +18,7 @@ from perdure.adapters.host import (
     read_boot_id,
 )
 from perdure.adapters.nccl_follow import RANKS_A_BEAT, NcclFollower
-from perdure.adapters.nccl_links import DeviceRank
+from perdure.adapters.network.nccl_links import DeviceRank
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import read_ring
 from perdure.agent.state import KeeperView

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from perdure.adapters.transfer import (
+from perdure.adapters.network.transfer import (
     Listener,
     Transfer,
     answer_transfer,

@@ -72,10 +72,10 @@ from perdure.model.codec import encode
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import TimerFired
 from perdure.model.fitting import fit_beat
+from perdure.model.input.raw import carry_variables, restore_job
 from perdure.model.job import JobSpec
 from perdure.model.orders import CheckOwn, RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
-from perdure.model.raw import carry_variables, restore_job
 from perdure.model.signals.progress import BEAT_S
 from perdure.model.verdicts import EXIT_SKEW_S
 from perdure.service.access.credentials import is_loopback

@@ -18,8 +18,8 @@ import msgspec
 
 from perdure.adapters.devices import Nvml
 from perdure.adapters.host import list_ancestors
-from perdure.adapters.links import LinkReader
-from perdure.adapters.nccl_links import DeviceRank, NcclLinkReader
+from perdure.adapters.network.links import LinkReader
+from perdure.adapters.network.nccl_links import DeviceRank, NcclLinkReader
 from perdure.files.regular import open_regular
 from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths

@@ -44,8 +44,8 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, ProtocolError
 from perdure.model.events import AnyEvent, RankExited, digest_secret
+from perdure.model.input.plain import make_plain
 from perdure.model.job import JobSpec
-from perdure.model.plain import make_plain
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.access.sealing import seal
 from perdure.service.jobfiles import MINE

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
 from perdure.files.regular import open_file
+from perdure.model.input.plain import make_plain
+from perdure.model.input.raw import restore_text
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.plain import make_plain
-from perdure.model.raw import restore_text
 from perdure.service.part import Tasks, wait_event
 from perdure.service.processes import describe_exit, part_command
 

@@ -30,7 +30,7 @@ from perdure.service.jobfolders import paths_of, resolve_home
 from perdure.service.lighthouse.loop import LighthouseService
 from perdure.service.lighthouse.remembered import LighthouseFile
 from perdure.service.part import read_run_pid, run_part, set_up_log, watch_process
-from perdure.worker.process import die_with, set_title
+from perdure.worker.system.process import die_with, set_title
 
 log = logging.getLogger("perdure.lighthouse")
 

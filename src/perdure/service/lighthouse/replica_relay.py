@@ -47,7 +47,7 @@ from perdure.service.jobfolders import paths_of, resolve_home
 from perdure.service.lighthouse.replica_ranks import ReplicaRanks
 from perdure.service.part import Tasks, read_run_pid, run_part, wait_event, watch_process
 from perdure.service.ports import Bus
-from perdure.worker.process import set_title
+from perdure.worker.system.process import set_title
 
 log = logging.getLogger("perdure.relay")
 

@@ -11,7 +11,8 @@ that its share is on the disk, read back and found equal (or why not). Rank 0 ga
 publishes, tags. Whatever a rank waits for is bounded, and ends when another rank has failed.
 
 A rank whose disk is full cannot leave a file for the others. It marks the save as failed in the
-generation's store (`worker.cells`), which needs no disk. A rank that exits marks itself there.
+generation's store (`worker.steering.cells`), which needs no disk. A rank that exits marks itself
+there.
 """
 
 import contextlib
@@ -50,7 +51,6 @@ from perdure.model.errors import PlatformError, ProtocolError, UnfitError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker.busy import Busy, compute_allowance_s, declare_busy
-from perdure.worker.cells import Away, Cells
 from perdure.worker.checkpoint.files import (
     Remote,
     apply_retention,
@@ -80,10 +80,11 @@ from perdure.worker.checkpoint.sharded import (
     write_tensors,
 )
 from perdure.worker.checkpoint.staging import Staging
-from perdure.worker.executor import REPEATED, SaveSkipped
 from perdure.worker.rng import capture_rng, compare_fingerprints, restore_rng, take_fingerprint
 from perdure.worker.settings import OWN
-from perdure.worker.stderr import say
+from perdure.worker.steering.cells import Away, Cells
+from perdure.worker.steering.executor import REPEATED, SaveSkipped
+from perdure.worker.system.stderr import say
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0

@@ -35,9 +35,9 @@ from perdure.model.checkpoints import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.input.relative import explain_unsafe
 from perdure.model.job import CheckpointConfig
 from perdure.model.records import decode_record
-from perdure.model.relative import explain_unsafe
 
 _CHUNK = 4 << 20
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

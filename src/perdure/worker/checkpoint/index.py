@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 
-from perdure.model.relative import explain_unsafe
+from perdure.model.input.relative import explain_unsafe
 
 INDEX = ".metadata"
 

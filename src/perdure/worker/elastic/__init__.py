@@ -30,7 +30,6 @@ from perdure.plan.elastic.stages import Choose, Model, choose_balanced
 from perdure.plan.training_plan import TrainingPlan
 from perdure.worker.attach import attach_rank
 from perdure.worker.checkpoint.script import Functions, list_generators, list_ids
-from perdure.worker.config import Config, Value
 from perdure.worker.data import MicroBatches, Prefetcher
 from perdure.worker.elastic.gradients import BUCKET_BYTES
 from perdure.worker.elastic.membership import Membership
@@ -45,8 +44,9 @@ from perdure.worker.elastic.state.replicated import (
     refuse_hooks,
 )
 from perdure.worker.elastic.trainer import Step, Trainer
-from perdure.worker.learning_rate import declare_rate
-from perdure.worker.stderr import say
+from perdure.worker.steering.config import Config, Value
+from perdure.worker.steering.learning_rate import declare_rate
+from perdure.worker.system.stderr import say
 
 if TYPE_CHECKING:
     from perdure.plan.elastic.stage_choice import PlannedChoice

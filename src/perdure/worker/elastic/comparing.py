@@ -28,7 +28,7 @@ from perdure.model.errors import PlatformError
 from perdure.worker.elastic.apart import Broken, start
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import hash_tensors
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 EVERY = 100
 """Steps between two comparisons: 516 MB hash in 40 ms."""

@@ -26,8 +26,8 @@ from perdure.worker.elastic.group import PrefixStore, TCPStore
 from perdure.worker.elastic.survival import outlive_errors
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
-from perdure.worker.stderr import say
 from perdure.worker.store import bind_store, reach_store, serve_store
+from perdure.worker.system.stderr import say
 
 _ORDER_S = 60.0
 """How long a broken world waits for the next one before its ranks give up."""

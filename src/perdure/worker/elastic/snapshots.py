@@ -55,7 +55,7 @@ from perdure.worker.elastic.moving import (
     open_state,
     pack_state,
 )
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 _SOON_S, _SHARE = 1.0, 0.02
 """Steps that take long have a snapshot each, as far as that takes this share of the time."""

@@ -1,8 +1,8 @@
 """An elastic rank's part in what all members do at one step: set, checkpoint, stop, pause, drain.
 
-The agreement and what is done of it are those of every depth (`worker.boundary`,
-`worker.executor`); what is added here is that members come and go meanwhile. Who is asked is in
-the newest epoch. Three rules keep all of them alike:
+The agreement and what is done of it are those of every depth (`worker.steering.boundary`,
+`worker.steering.executor`); what is added here is that members come and go meanwhile. Who is asked
+is in the newest epoch. Three rules keep all of them alike:
 
 1. A member answers only once it has a state: before, it cannot know whether step S is past.
 2. Who comes in later learns what was agreed without it from the order that makes it a member,
@@ -33,14 +33,10 @@ from perdure.model.errors import ConfigError
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import KeySpec
 from perdure.plan.training_plan import TrainingPlan, describe_changes
-from perdure.worker.boundary import Interrupted
-from perdure.worker.cells import StoreCells
 from perdure.worker.checkpoint import Checkpointer
-from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken, Group, read_keys
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.state import State
-from perdure.worker.executor import Depth, Executor, SaveSkipped
 from perdure.worker.progress import Progress
 from perdure.worker.settings import (
     declare_own_keys,
@@ -48,7 +44,11 @@ from perdure.worker.settings import (
     read_checkpoint_url,
     read_spec,
 )
-from perdure.worker.stderr import say
+from perdure.worker.steering.boundary import Interrupted
+from perdure.worker.steering.cells import StoreCells
+from perdure.worker.steering.config import Config
+from perdure.worker.steering.executor import Depth, Executor, SaveSkipped
+from perdure.worker.system.stderr import say
 
 EVERY_S = 60.0
 """Where the job says nothing: only a restart of the whole world ever reads one."""

@@ -43,7 +43,6 @@ from perdure.plan.training_plan import (
     find_strangers,
 )
 from perdure.worker.busy import Busy, declare_busy
-from perdure.worker.config import Config
 from perdure.worker.elastic.communicators import Connect
 from perdure.worker.elastic.communicators.split import choose_engine
 from perdure.worker.elastic.comparing import Comparison
@@ -59,7 +58,8 @@ from perdure.worker.elastic.membership import Membership, read_host_address
 from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Saving, Steering
 from perdure.worker.progress import Progress
-from perdure.worker.stderr import say
+from perdure.worker.steering.config import Config
+from perdure.worker.system.stderr import say
 from perdure.worker.torchft.manager import warm_up
 from perdure.worker.work import declare_work
 

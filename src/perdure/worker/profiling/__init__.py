@@ -49,7 +49,7 @@ from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks, make_leaves
 from perdure.worker.rng import take_fingerprint
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 ROUNDS_MIN = 7
 ROUNDS_MAX = 200

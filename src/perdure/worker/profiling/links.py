@@ -26,13 +26,13 @@ import torch
 from perdure import __version__
 from perdure.model.codec import decode, encode
 from perdure.model.errors import MeasureError, PlatformError
-from perdure.model.plain import make_plain
+from perdure.model.input.plain import make_plain
 from perdure.model.planning.costs import LINKS, AllReduce, Meeting, Place, Transfer
 from perdure.plan.worlds.measures import fit_line, settle
 from perdure.worker.elastic.communicators.gloo import connect
 from perdure.worker.elastic.group import Group, PrefixStore, TCPStore
 from perdure.worker.pipeline.messages import HEADER_BYTES, describe, pack, unpack
-from perdure.worker.process import die_with
+from perdure.worker.system.process import die_with
 
 Found = dict[str, list[tuple[int, list[float]]]]
 """What was timed -> by bytes, the seconds of each repetition."""

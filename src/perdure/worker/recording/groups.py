@@ -18,7 +18,7 @@ from typing import Any
 
 from perdure.files import replace_file
 from perdure.model.ring import P2P_SUFFIX
-from perdure.worker.sockets import borrow, is_listener, list_sockets
+from perdure.worker.system.sockets import borrow, is_listener, list_sockets
 
 _DEFAULT_S = {"gloo": 1800.0, "nccl": 600.0}
 """torch's own time-outs, for a group whose options cannot be read."""

@@ -44,11 +44,11 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.orders import TakeStacks
-from perdure.worker.harm import Faults
 from perdure.worker.native.build import build_command, explain_missing, read_mode
 from perdure.worker.recording.groups import read_group_timeout_s
 from perdure.worker.ring import RingWriter
-from perdure.worker.stderr import say
+from perdure.worker.steering.harm import Faults
+from perdure.worker.system.stderr import say
 
 POLL_S = 0.1
 POLL_START_S = 0.02

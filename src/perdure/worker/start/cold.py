@@ -16,12 +16,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from perdure.worker.process import SITE_SIGNALS, ignore_site_signals, set_title
 from perdure.worker.start.failure import install_hook
 from perdure.worker.start.loading import Loading, find_elsewhere
 from perdure.worker.start.streams import survive_full_disks
-from perdure.worker.stderr import say
 from perdure.worker.store import bind_store, reach_store
+from perdure.worker.system.process import SITE_SIGNALS, ignore_site_signals, set_title
+from perdure.worker.system.stderr import say
 
 _TIMEOUT = timedelta(seconds=300)
 """torch's own, of a store."""

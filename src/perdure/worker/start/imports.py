@@ -21,7 +21,7 @@ from pathlib import Path
 
 import perdure
 from perdure.files import replace_file
-from perdure.worker.forking import free_in_child
+from perdure.worker.system.forking import free_in_child
 
 DENIED = frozenset({
     "apex", "bitsandbytes", "comet_ml", "cupy", "cupy_backends", "deepspeed", "flash_attn", "grpc",

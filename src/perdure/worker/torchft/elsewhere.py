@@ -27,7 +27,7 @@ from perdure.model.paths import lighthouse_door
 from perdure.worker.attach import Attachment
 from perdure.worker.control import Control
 from perdure.worker.ring import RingWriter
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 _TIMEOUT_S = 10.0
 _LINE_MAX = 1 << 20

@@ -48,7 +48,7 @@ from perdure.model.ring import PHASE_INDEX, RING_BYTES
 from perdure.worker.interrupt import Fences
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_spec, read_steering
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 from perdure.worker.torchft.settings import settings
 
 

@@ -31,13 +31,13 @@ from perdure.model.events import AnyEvent, BoundaryAnswered
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import Change, Steering
-from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed
-from perdure.worker.cells import open_cells
-from perdure.worker.config import Config
 from perdure.worker.control import Control
-from perdure.worker.executor import Depth, Executor
 from perdure.worker.settings import plan_steering, read_checkpoint_url
-from perdure.worker.stderr import say
+from perdure.worker.steering.boundary import ORPHAN_S, PLANS, Agreed
+from perdure.worker.steering.cells import open_cells
+from perdure.worker.steering.config import Config
+from perdure.worker.steering.executor import Depth, Executor
+from perdure.worker.system.stderr import say
 
 
 class _State:

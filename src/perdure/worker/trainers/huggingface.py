@@ -23,10 +23,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from perdure.model.errors import ConfigError
-from perdure.worker.learning_rate import declare_rate, refuse_zero
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
+from perdure.worker.steering.learning_rate import declare_rate, refuse_zero
 from perdure.worker.trainers.driven import Driven, check_names
 
 _STATE = "trainer_state.json"

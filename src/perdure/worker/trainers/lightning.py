@@ -25,10 +25,10 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader, IterableDataset
 
 from perdure.model.errors import ConfigError
-from perdure.worker.learning_rate import declare_rate, refuse_zero
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
+from perdure.worker.steering.learning_rate import declare_rate, refuse_zero
 from perdure.worker.trainers.driven import Driven, check_names
 
 _OF_TRAINER = (

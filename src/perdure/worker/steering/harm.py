@@ -35,10 +35,10 @@ from typing import Any
 from perdure.model.events import AnyEvent, FaultInjected
 from perdure.model.faults import FAULTS, NETWORK_FAULTS
 from perdure.model.orders import InjectFault
-from perdure.worker import cgroups
-from perdure.worker.boundary import NEVER
-from perdure.worker.forking import free_in_child
-from perdure.worker.stderr import say
+from perdure.worker.steering.boundary import NEVER
+from perdure.worker.system import cgroups
+from perdure.worker.system.forking import free_in_child
+from perdure.worker.system.stderr import say
 
 STAGES = {"slow-forward": "forward", "slow-backward": "backward", "slow-data": "data"}
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from perdure.detect.lateness import LatenessWatch
-from perdure.detect.persistence import IMPACT, Baseline, Persistence, is_duration
-from perdure.detect.shifts import Passed
+from perdure.detect.slowness.lateness import LatenessWatch
+from perdure.detect.slowness.persistence import IMPACT, Baseline, Persistence, is_duration
+from perdure.detect.slowness.shifts import Passed
 from perdure.model.signals.progress import CommProgress, RankProgress
 
 PENDING = 32

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from perdure.adapters.netlink import Address, Numbers, SockDiag
+from perdure.adapters.network.netlink import Address, Numbers, SockDiag
 from perdure.model.errors import PlatformError
 from perdure.model.signals.links import LinkEndpoint, LinkSample, LinkSweep
 

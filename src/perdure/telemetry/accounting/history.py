@@ -57,10 +57,10 @@ from perdure.model.report import (
 )
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import HANGS, Culprit, Verdict
+from perdure.telemetry.accounting.reforms import Reform, Stall, make_stall
+from perdure.telemetry.accounting.segments import Presence
 from perdure.telemetry.exactness import ExactFold
 from perdure.telemetry.platforms import MachineFold
-from perdure.telemetry.reforms import Reform, Stall, make_stall
-from perdure.telemetry.segments import Presence
 
 MENDED_MAX = 20
 NOTES_MAX = 1000

@@ -2,8 +2,8 @@
 
 Each agreement has one cell, and the first write to it holds for all ranks. `commit` is written by
 ranks that have heard it. `drop` is written once all ranks have voted for it: each has waited for
-long and has heard nothing. The cells are keys of the TCPStore at which the world meets, which
-needs neither bus, agent, nor controller. `worker.boundary` asks them in a thread of their own.
+long and has heard nothing. The cells are keys of the TCPStore at which the world meets, which needs
+neither bus, agent, nor controller. `worker.steering.boundary` asks them in a thread of their own.
 """
 
 import os

@@ -22,9 +22,9 @@ from perdure.model.events import (
     RanksStarted,
 )
 from perdure.model.report import IncidentRow, Recovery
-from perdure.telemetry.history import Generation, History
-from perdure.telemetry.lives import Eviction, Life, LifeFold
-from perdure.telemetry.reforms import Reform
+from perdure.telemetry.accounting.history import Generation, History
+from perdure.telemetry.accounting.lives import Eviction, Life, LifeFold
+from perdure.telemetry.accounting.reforms import Reform
 
 
 def name_state(history: History) -> str:

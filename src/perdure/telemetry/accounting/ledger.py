@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from perdure.model.events import JournalEntry, ProgressNoted
 from perdure.model.job import JobSpec
 from perdure.model.report import ACCOUNTS, Account, Recovery, Report
-from perdure.telemetry.history import History
-from perdure.telemetry.incidents import (
+from perdure.telemetry.accounting.history import History
+from perdure.telemetry.accounting.incidents import (
     list_group_recoveries,
     list_part_deaths,
     list_recoveries,
     name_state,
 )
-from perdure.telemetry.lives import LifeFold
-from perdure.telemetry.segments import Segment, cut_idle
-from perdure.telemetry.timeline import GroupTimeline, WorldTimeline, list_worlds
+from perdure.telemetry.accounting.lives import LifeFold
+from perdure.telemetry.accounting.segments import Segment, cut_idle
+from perdure.telemetry.accounting.timeline import GroupTimeline, WorldTimeline, list_worlds
 
 
 class LedgerFold:

@@ -14,7 +14,7 @@ from itertools import islice
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, Persistence
+from perdure.detect.slowness.persistence import Baseline, Persistence
 from perdure.model.signals.links import LinkSample, LinkSweep
 
 FRESH_S = 2.5

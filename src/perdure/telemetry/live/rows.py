@@ -14,7 +14,7 @@ from perdure.model.job import JobSpec
 from perdure.model.report import RankRow
 from perdure.model.signals.progress import NodeBeat, RankProgress
 from perdure.model.steering import Pace
-from perdure.telemetry.history import Generation
+from perdure.telemetry.accounting.history import Generation
 
 SPEED_WINDOW_S = 10.0
 _WAITING_SHOWN_S = 0.1

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from perdure.detect.persistence import compute_interval
-from perdure.detect.shifts import Excursion, Passed, PeerShifts
-from perdure.detect.stages import GAINED_KEPT, make_slowness
+from perdure.detect.slowness.persistence import compute_interval
+from perdure.detect.slowness.shifts import Excursion, Passed, PeerShifts
+from perdure.detect.slowness.stages import GAINED_KEPT, make_slowness
 from perdure.model.verdicts import Slowness
 
 WHOLE = 0.9

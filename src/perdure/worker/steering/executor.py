@@ -1,9 +1,9 @@
 """What all ranks do at one step, carried out in one of them, in every depth alike.
 
-The agreement (`worker.boundary`) says what is due at a step. It is done in one order: values
-change first, so that a checkpoint of a step holds the values of that step; then it is saved; then
-the controller hears that the step was reached. After a pause or a drain no step is made until the
-rank is resumed, and meanwhile more may be agreed for this very step. All of it stalls training,
+The agreement (`worker.steering.boundary`) says what is due at a step. It is done in one order:
+values change first, so that a checkpoint of a step holds the values of that step; then it is saved;
+then the controller hears that the step was reached. After a pause or a drain no step is made until
+the rank is resumed, and meanwhile more may be agreed for this very step. All of it stalls training,
 and is accounted so.
 
 How the depths differ is named by `Depth`.
@@ -27,13 +27,13 @@ from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, Ke
 from perdure.model.signals.progress import Phase
 from perdure.model.steering import Change
 from perdure.worker.attach import attach_ring
-from perdure.worker.boundary import ORPHAN_S, PLANS, Agreed, BoundaryGate
 from perdure.worker.busy import AT_MOST_S_MAX, declare_busy
-from perdure.worker.cells import Cells
-from perdure.worker.config import Config
 from perdure.worker.control import Control
 from perdure.worker.progress import Spent
-from perdure.worker.stderr import say
+from perdure.worker.steering.boundary import ORPHAN_S, PLANS, Agreed, BoundaryGate
+from perdure.worker.steering.cells import Cells
+from perdure.worker.steering.config import Config
+from perdure.worker.system.stderr import say
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _NUM_STEPS_MAX = 1 << 53

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from perdure.adapters.links import MOVED_BYTES
 from perdure.adapters.nccl_follow import find_ring_comm, read_comm
+from perdure.adapters.network.links import MOVED_BYTES
 from perdure.files.regular import open_regular
 from perdure.model.signals.links import LinkSample
 from perdure.model.signals.nccl import (

@@ -22,7 +22,7 @@ from perdure.model.steering import (
 from perdure.model.steering import (
     Value as Value,
 )
-from perdure.worker.stderr import say
+from perdure.worker.system.stderr import say
 
 Check = Callable[[Any], object]
 """Raises, or returns False or a reason, where a value will not do. Called beside training, by

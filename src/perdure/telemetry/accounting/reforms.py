@@ -15,7 +15,7 @@ import msgspec
 from perdure.model.events import Event, FailureDecided, WorldReformed
 from perdure.model.failures import BROKEN
 from perdure.model.report import Recovery, StageRow, WorldShape
-from perdure.telemetry.segments import RECONFIGURATION
+from perdure.telemetry.accounting.segments import RECONFIGURATION
 
 
 @dataclass(slots=True)

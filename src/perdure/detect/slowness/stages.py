@@ -19,9 +19,9 @@ from itertools import islice
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, compute_interval, is_duration
-from perdure.detect.shifts import Excursion, Passed, PeerShifts
-from perdure.detect.work import Compared, DeclaredWork
+from perdure.detect.slowness.persistence import Baseline, compute_interval, is_duration
+from perdure.detect.slowness.shifts import Excursion, Passed, PeerShifts
+from perdure.detect.slowness.work import Compared, DeclaredWork
 from perdure.model.signals.progress import WORK_MAX, StepStages
 from perdure.model.verdicts import Slowness
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from perdure.detect.collectives import CollectiveWatch, Comm, group_peers
-from perdure.detect.hosts import STARVED, HostWatch, Neighbours
-from perdure.detect.links import Link, LinkWatch, Place
-from perdure.detect.persistence import CLEAR_S, IMPACT, Persistence
-from perdure.detect.shifts import STRAGGLER_EXCESS, Passed
-from perdure.detect.stages import StageWatch, make_slowness
-from perdure.detect.timed import DEVICE, keep_timed
+from perdure.detect.slowness.collectives import CollectiveWatch, Comm, group_peers
+from perdure.detect.slowness.hosts import STARVED, HostWatch, Neighbours
+from perdure.detect.slowness.links import Link, LinkWatch, Place
+from perdure.detect.slowness.persistence import CLEAR_S, IMPACT, Persistence
+from perdure.detect.slowness.shifts import STRAGGLER_EXCESS, Passed
+from perdure.detect.slowness.stages import StageWatch, make_slowness
+from perdure.detect.slowness.timed import DEVICE, keep_timed
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec

@@ -9,7 +9,7 @@ from typing import Any, Never, TypeVar
 import msgspec
 
 from perdure.model.errors import ConfigError
-from perdure.model.values import VALUE_HINT, find_bad_value
+from perdure.model.input.values import VALUE_HINT, find_bad_value
 
 BOM = "\ufeff"
 """What some editors write in front of a text."""

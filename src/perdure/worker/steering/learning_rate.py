@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from perdure.worker.config import Check, Config
+from perdure.worker.steering.config import Check, Config
 
 _OF_GROUPS = ("lr", "max_lr", "min_lr")
 

@@ -18,11 +18,11 @@ from itertools import pairwise, zip_longest
 
 from perdure.model.events import FailureDecided
 from perdure.model.signals.progress import RankAccount
-from perdure.telemetry.history import Generation, History, RankHistory
-from perdure.telemetry.lives import Life
-from perdure.telemetry.reforms import take_stalls
-from perdure.telemetry.segments import RECONFIGURATION as _RE
-from perdure.telemetry.segments import Segment, Timeline
+from perdure.telemetry.accounting.history import Generation, History, RankHistory
+from perdure.telemetry.accounting.lives import Life
+from perdure.telemetry.accounting.reforms import take_stalls
+from perdure.telemetry.accounting.segments import RECONFIGURATION as _RE
+from perdure.telemetry.accounting.segments import Segment, Timeline
 
 Stage = tuple[str, float | None, float | None]
 """Account, begin and end of a stage before training; an absent stamp is None."""

@@ -23,16 +23,16 @@ from perdure.model.report import FIXED_WORLD, RankRow, Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Pace
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
-from perdure.telemetry.history import Generation, History
-from perdure.telemetry.incidents import RecentFold, name_state
-from perdure.telemetry.ledger import count_committed_steps
-from perdure.telemetry.reforms import ShapeFold
-from perdure.telemetry.replicas import ReplicaFold
-from perdure.telemetry.rows import RankRows
+from perdure.telemetry.accounting.history import Generation, History
+from perdure.telemetry.accounting.incidents import RecentFold, name_state
+from perdure.telemetry.accounting.ledger import count_committed_steps
+from perdure.telemetry.accounting.reforms import ShapeFold
+from perdure.telemetry.live.devices import DeviceFold, DeviceView, NodeStates
+from perdure.telemetry.live.replicas import ReplicaFold
+from perdure.telemetry.live.rows import RankRows
+from perdure.telemetry.live.steering import SteeringFold
+from perdure.telemetry.live.timeleft import SILENT_S, StepPace
 from perdure.telemetry.series import SeriesFold
-from perdure.telemetry.steering import SteeringFold
-from perdure.telemetry.timeleft import SILENT_S, StepPace
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
 VERDICTS_SHOWN = 20

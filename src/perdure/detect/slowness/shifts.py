@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import NormalDist
 
-from perdure.detect.persistence import CLEAR_S, CONFIRM_S, IMPACT
+from perdure.detect.slowness.persistence import CLEAR_S, CONFIRM_S, IMPACT
 
 BLOCK_STEPS, BLOCK_S = 5, 1.0
 """A block is at least so many steps, and so many seconds of them."""

@@ -9,7 +9,7 @@ out: also an idle machine makes threads wait for one another.
 from collections import deque
 from dataclasses import dataclass, field
 
-from perdure.detect.persistence import Baseline
+from perdure.detect.slowness.persistence import Baseline
 from perdure.model.signals.progress import HostLoad, NodeBeat
 
 FULL = 0.85

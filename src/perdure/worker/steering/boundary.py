@@ -5,9 +5,10 @@ them. A rank acknowledges only while fewer than S steps are committed, and then 
 without a decision: that gate, and nothing else, is what keeps ranks from acting at different
 steps. The training thread pays one comparison of integers at a boundary where nothing is open.
 
-If the control plane is away, the ranks settle among themselves what is open (`worker.cells`). A
-rank that waits asks the others there. A commit that has reached one of them holds for all. After
-`DROP_S` without any, each rank votes for a drop, and it is dropped once all ranks have voted.
+If the control plane is away, the ranks settle among themselves what is open
+(`worker.steering.cells`). A rank that waits asks the others there. A commit that has reached one of
+them holds for all. After `DROP_S` without any, each rank votes for a drop, and it is dropped once
+all ranks have voted.
 
 A rank carries out a commit at once, unless it has voted: then the cell decides which came first. So
 ranks never part, whichever of them reach the cells, and no rank needs the cells if perdure
@@ -28,8 +29,8 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.steering import RESUMED, Change
-from perdure.worker.cells import TIMEOUT_S, Away, Cells, Fate
-from perdure.worker.forking import free_in_child
+from perdure.worker.steering.cells import TIMEOUT_S, Away, Cells, Fate
+from perdure.worker.system.forking import free_in_child
 
 NEVER = 1 << 62
 DROP_S = 30.0

@@ -1,0 +1,1 @@
+"""Connections, interfaces, and links: what the kernel and NCCL tell of them."""

@@ -1,0 +1,1 @@
+"""Stages, collectives, links, and hosts that are slower than their peers."""

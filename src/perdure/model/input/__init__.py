@@ -1,0 +1,1 @@
+"""Checks of texts, bytes, names, files, and values that come from outside."""

@@ -1,0 +1,1 @@
+"""The live picture: one snapshot of ranks, devices, replica groups, and settings."""

@@ -1,0 +1,1 @@
+"""The operating system below a rank: its processes, locks, sockets, streams, and cgroups."""
