@@ -35,7 +35,7 @@ _MARSHALLED = 1 << 22
 """Entries of a container of scalars up to which all of them are compared."""
 _HASHED = 1 << 20
 """Bytes of a tensor up to which they are compared; torch counts the changes of a larger one."""
-_BASE = frozenset(
+BASE = frozenset(
     {*vars(nn.Module()), *vars(Optimizer([nn.Parameter()], {})), "training", "_forward_module"}
 )
 """Attributes that torch's own classes keep, or that have a place of their own in a checkpoint."""
@@ -72,7 +72,7 @@ def list_holders(roots: dict[str, Any]) -> dict[str, Any]:
     while left:
         path, owner = left.pop()
         for name, value in read_vars(owner).items():
-            if name in _BASE or type(value) in _SCALARS:
+            if name in BASE or type(value) in _SCALARS:
                 continue
             for place, one in _list_entries(value):
                 if id(one) not in seen and _is_holder(one):
@@ -199,7 +199,7 @@ def load_attributes(owners: dict[str, Any], saved: dict[str, dict[str, Any]]) ->
 def _list_hashes(owner: Any) -> Iterator[tuple[str, Any, bytes]]:
     """Yield each plain attribute with its value and a hash of it."""
     for name, value in read_vars(owner).items():
-        if name not in _BASE:
+        if name not in BASE:
             computed = type(value) is Tensor and value.grad_fn is not None
             if computed and type(owner).__module__.startswith("torch."):
                 continue  # Such as the weight that old `weight_norm` makes in each pass.

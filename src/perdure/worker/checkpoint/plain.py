@@ -16,7 +16,7 @@ from torch import Tensor
 from perdure.model.errors import UnfitError
 
 _MARK = "perdure.numpy"
-_SCALARS = frozenset({int, float, bool, type(None)})
+_SCALARS = frozenset({int, float, bool, type(None), str, bytes, torch.dtype})
 
 
 def visit(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any]) -> Any:

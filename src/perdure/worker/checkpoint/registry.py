@@ -46,6 +46,7 @@ from torch.optim import Optimizer
 from perdure.model.errors import ConfigError, UnfitError
 from perdure.model.failures import names_lost_peer
 from perdure.worker.checkpoint.attributes import (
+    BASE,
     CALLED,
     Born,
     list_holders,
@@ -101,15 +102,15 @@ class Registry:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters, optimizer state, and gradients that are saved by name."""
-        state = {key: parameter.detach() for key, parameter in self._parameters().items()}
         names, shared = self._names(), self._shared()
+        state = {key: one.detach() for key, one in self._parameters(names=names).items()}
         for name, optimizer in self._list_optimizers():
             for parameter_name, parameter in name_parameters(optimizer, names).items():
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if _goes_by_name(value, parameter):
                         path = f"optimizer.{name}.{parameter_name}.{key}"
                         state[self._key(path, value, id(parameter) in shared)] = value.detach()
-        for path, gradient in self._gradients().items():
+        for path, gradient in self._gradients(names).items():
             state[self._key(path, gradient, shared=False)] = gradient
         return state
 
@@ -124,7 +125,9 @@ class Registry:
         free = {key for key, parameter in self._parameters().items() if id(parameter) not in held}
         return {key for key in tensors if key not in free and not key.startswith(_GRADIENT)}
 
-    def _parameters(self, only: str = "") -> dict[str, Tensor]:
+    def _parameters(
+        self, only: str = "", *, names: dict[int, str] | None = None
+    ) -> dict[str, Tensor]:
         """Return the parameters by their keys, a tied one once; none that has no shape yet."""
         shared = self._shared()
         found: dict[str, Tensor] = {
@@ -134,12 +137,12 @@ class Registry:
             for path, parameter in unwrap(model).named_parameters()
             if not is_lazy(parameter)
         }
-        loose = (one for one in self._list_loose() if _is_of(one[0], only))
+        names = self._names() if names is None else names
+        loose = (one for one in self._list_loose(names) if _is_of(one[0], only))
         return found | {self._loose_key(*one): one[2] for one in loose}
 
-    def _list_loose(self) -> Iterator[tuple[str, str, Tensor]]:
+    def _list_loose(self, names: dict[int, str]) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the parameters that an optimizer steps and no model has: its name, place, value."""
-        names = self._names()
         seen = set(names)
         for name, optimizer in self._list_optimizers():
             for place, parameter in name_parameters(optimizer, names).items():
@@ -150,9 +153,8 @@ class Registry:
     def _loose_key(self, name: str, place: str, parameter: Tensor) -> str:
         return self._key(f"parameter.{name}.{place}", parameter, shared=False)
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _gradients(self, names: dict[int, str]) -> dict[str, Tensor]:
         """Return the gradients that the next step adds to: of optimizers that have not stepped."""
-        names = self._names()
         return {
             f"{_GRADIENT}{name}.{path}": parameter.grad.detach()
             for name, optimizer in self.optimizers.items()
@@ -214,12 +216,13 @@ class Registry:
         modules = [part for model in self.models.values() for part in model.modules()]
         tensors = [one for part in modules for one in (*part._parameters.values(),
                                                        *part._buffers.values())]  # fmt: skip
-        loose = [parameter for _, _, parameter in self._list_loose()]
+        loose = [parameter for _, _, parameter in self._list_loose(self._names())]
         inner = [one.state for one in optimizers] + [one.param_groups for one in optimizers]
         entries = [one for o in optimizers for one in o.state.values()]
         owners = (*holders.values(), *self.others.values())
-        values = [one for owner in owners for one in read_vars(owner).values()
-                  if not isinstance(one, (int, float, complex, str, bytes, *CALLED))]  # fmt: skip
+        values = [one for owner in owners for name, one in read_vars(owner).items()
+                  if name not in BASE and one is not None
+                  and not isinstance(one, (int, float, complex, str, bytes, *CALLED))]  # fmt: skip
         kept = (self.others.values(), holders.values(), optimizers, modules, tensors, loose, inner,
                 entries, values)  # fmt: skip
         fresh = [path for path, one in holders.items()
@@ -262,9 +265,9 @@ class Registry:
                 for name, optimizer in self._list_optimizers()
             },
             "attributes": self.read_attributes(placed=True),
-            "loose": [[name, place] for name, place, _ in self._list_loose()],
+            "loose": [[name, place] for name, place, _ in self._list_loose(names)],
             "carries": self.carries,
-            "gradients": {path: describe_tensor(g) for path, g in self._gradients().items()},
+            "gradients": {path: describe_tensor(g) for path, g in self._gradients(names).items()},
             "hooks": [path for path, ddp in self._ddp().items() if has_hook_state(ddp)],
             "bucket_order": {path: self._order(path, ddp) for path, ddp in self._ddp().items()},
         }
@@ -420,7 +423,7 @@ class Registry:
     def _list_lost(self, own: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
         """Return the parameters of no model whose values the checkpoint lacks."""
         saved = own.get("loose", ())
-        return [one for one in self._list_loose() if [one[0], one[1]] not in saved]
+        return [one for one in self._list_loose(self._names()) if [one[0], one[1]] not in saved]
 
     def _name_all(self) -> dict[str, Tensor]:
         """Return all models' parameters by the names that optimizers' groups have for them."""
