@@ -68,8 +68,11 @@ class Block(nn.Module):
         """Compute on `device`."""
         super().__init__()
         # Members would compare the times of a device that is an attribute.
-        self._begin, self._finish = device.begin, device.finish
-        self.inner = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
+        self._begin, self._finish, self.inner = (
+            device.begin,
+            device.finish,
+            nn.Sequential(nn.Linear(256, 256), nn.ReLU()),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute, and take the time."""
