@@ -107,7 +107,8 @@ def assert_equal_to_an_undisturbed_run(home: Path, form: str) -> None:
         reference = Published(begin, home / "reference", form)
         path = home / "reference" / "losses"
         reference.job.wait_until(
-            lambda: path.exists() and max(read_losses(path.parent)) > max(found), "as many steps"
+            lambda: path.exists() and max(read_losses(path.parent), default=0) > max(found),
+            "as many steps",
         )
         reference.finish()
     wanted = read_losses(path.parent)
