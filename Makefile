@@ -37,8 +37,8 @@ check: setup
 	@$(BIN)/python scripts/check_size.py
 
 # A failed test runs again alone, up to twice (tests/suite.py).
-test: check
-	@$(SUITE) parallel serial
+test: setup
+	@$(SUITE) --beside "$(MAKE) --no-print-directory check" serial parallel
 
 # The core and the serial part on machines that once broke them (tests/machines.py): about an hour.
 # MACHINES="uptime busy": these ones.

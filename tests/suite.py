@@ -1,10 +1,11 @@
 """Run parts of the test suite, then run each failed test again alone.
 
-usage: python -m tests.suite [--strict] [PART ...]
+usage: python -m tests.suite [--strict] [--beside COMMAND] [PART ...]
 
 A test that fails in its part runs again alone, up to twice. If it passes, the suite passes, and
 the last lines name the test and its first failure. A test that fails three times fails the suite.
-With --strict (`make test STRICT=1`), a second try fails the suite as well.
+With --strict (`make test STRICT=1`), a second try fails the suite as well. COMMAND (`make check`)
+runs beside the first part, which leaves a core idle. If it fails, the suite ends after that part.
 
 Exit code 1 if the suite failed, 2 if the arguments are wrong.
 """
@@ -12,6 +13,7 @@ Exit code 1 if the suite failed, 2 if the arguments are wrong.
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -109,20 +111,26 @@ def try_alone(name: str, root: Path) -> int | None:
     return None
 
 
-def run_suite(runs: Mapping[str, Sequence[str]], strict: bool, root: Path = ROOT) -> int:
+def run_suite(
+    runs: Mapping[str, Sequence[str]], strict: bool, root: Path = ROOT, beside: str = ""
+) -> int:
     """Run pytest with each of `runs`, try failed tests again, and print the verdict.
 
-    Return the exit code.
+    The command `beside` runs beside the first of `runs`. Return the exit code.
     """
     began_s = time.monotonic()
     failed: dict[str, str] = {}
     broken = []
+    running = subprocess.Popen(shlex.split(beside), cwd=root) if beside else None
     for part, words in runs.items():
         print(f"suite: {part}", flush=True)
         run = run_pytest(words, root)
         failed |= run.failures
         if not run.finished:
             broken.append(part)
+        if running and running.wait():
+            print(f"suite: FAILED: `{beside}` ended with exit code {running.returncode}")
+            return 1
     again = len(failed) <= MOST_TRIED_AGAIN and not broken
     passed_at = {name: try_alone(name, root) if again else None for name in failed}
     lost = [name for name, number in passed_at.items() if number is None]
@@ -149,15 +157,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--strict", action="store_true", help="fail at any second try")
+    parser.add_argument("--beside", default="", metavar="COMMAND", help="run it beside PART 1")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}")
     options = parser.parse_args()
-    parts = options.parts or ["parallel", "serial"]
+    parts = options.parts or ["serial", "parallel"]
     for part in parts:
         if part not in PARTS:
             parser.error(f"unknown part {part}; parts are {', '.join(PARTS)}")
     sweep_after_me()
     try:
-        return run_suite({part: list_words(part) for part in parts}, options.strict)
+        runs = {part: list_words(part) for part in parts}
+        return run_suite(runs, options.strict, beside=options.beside)
     except KeyboardInterrupt:
         print("suite: interrupted")
         return INTERRUPTED

@@ -118,3 +118,27 @@ def test_if_too_many_tests_fail_none_is_tried_again(
     code, lines = run(tmp_path, capfd, text)
     assert code == 1
     assert "none was tried again" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_a_command_runs_beside_the_first_part_and_ends_the_suite_if_it_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], exit_code: int
+) -> None:
+    """Each waits for the other one, so that neither ends if they do not run at once."""
+    (tmp_path / "check").write_text(
+        f"touch here; until [ -e there ]; do sleep 0.01; done; exit {exit_code}"
+    )
+    (tmp_path / "test_later.py").write_text(FLAKY.format(passes_at=1))
+    (tmp_path / "test_first.py").write_text(
+        "import pathlib, time\n"
+        "def test_first():\n"
+        "    while not pathlib.Path('here').exists():\n"
+        "        time.sleep(0.01)\n"
+        "    pathlib.Path('there').touch()\n"
+    )
+    runs = {part: ["-p", "no:cacheprovider", f"test_{part}.py"] for part in ("first", "later")}
+    code = suite.run_suite(runs, False, tmp_path, "sh check")
+    assert code == (1 if exit_code else 0)
+    assert (tmp_path / "tries").exists() is (exit_code == 0)
+    said = f"suite: FAILED: `sh check` ended with exit code {exit_code}"
+    assert (said in capfd.readouterr().out) is (exit_code != 0)
