@@ -209,8 +209,6 @@ def test_a_drill_of_a_script_says_where_its_job_file_comes_from(
         ("launch --out d job.toml", "--out goes with --dry-run"),
         ("launch --dry-run --attach job.toml", "--attach goes without --dry-run"),
         ("launch --host box job.toml", "--host goes with --on"),
-        ("run --detach --tee 3 train.py", "--tee goes without --detach"),
-        ("run --redirects 3 --detach train.py", "--redirects goes without --detach"),
         ("init train.py --budget 30", "--budget goes with --try"),
         ("drill job.toml --dry-run --html f", "--html goes without --dry-run"),
         ("trace drive t.json j --dry-run --svg f", "--svg goes without --dry-run"),
@@ -244,6 +242,7 @@ def test_an_option_that_would_do_nothing_is_refused(
         "launch --write-image - --torch none --no-compile",
         "teardown j --forget --yes --box-is-gone --dry-run",
         "trace convert t.json --to polls --gap 3",
+        "run --detach --tee 3 --redirects 3 --local-ranks-filter 0 train.py",
     ],
 )
 def test_options_that_go_together_are_taken(line: str) -> None:

@@ -143,20 +143,15 @@ class RunOptions:
     redirects: Annotated[
         str | None,
         _torchrun(
-            "--redirects",
-            "-r",
-            help="Without --detach: not on the terminal: 1 out, 2 err, 3 both, or RANK:N,...",
+            "--redirects", "-r", help="Not on the terminal: 1 out, 2 err, 3 both, or RANK:N,..."
         ),
     ] = None
     tee: Annotated[
-        str | None,
-        _torchrun("--tee", "-t", help="Without --detach: streams that the terminal shows as well."),
+        str | None, _torchrun("--tee", "-t", help="Streams that the terminal shows as well.")
     ] = None
     local_ranks_filter: Annotated[
         str | None,
-        _torchrun(
-            "--local-ranks-filter", help="Without --detach: local ranks shown on the terminal: 0,1."
-        ),
+        _torchrun("--local-ranks-filter", help="Local ranks shown on the terminal: 0,1."),
     ] = None
     role: Annotated[str | None, _torchrun("--role", help="ROLE_NAME.")] = None
     shutdown_timeout: Annotated[
