@@ -71,7 +71,7 @@ def render_command(name: str, command: typing.Any) -> Iterator[str]:
 
 
 def _name_argument(parameter: typing.Any) -> str:
-    word = (parameter.metavar or parameter.name.upper()).strip("[]{}")
+    word = (parameter.metavar or parameter.name.upper()).strip("[]{}.")
     return (word if parameter.required else f"[{word}]") + ("..." if parameter.nargs < 0 else "")
 
 

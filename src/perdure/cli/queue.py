@@ -48,7 +48,7 @@ def add(
         str | None, typer.Option("--on", metavar="PROFILE", help="Launch the job there.")
     ] = None,
     timeout_s: Annotated[
-        float | None, typer.Option("--timeout", min=0, help="Seconds for one attempt; 0: any.")
+        float | None, typer.Option("--timeout", min=0, help="Seconds for one attempt; 0: no limit.")
     ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Take out what waits and is not in FILE.")

@@ -145,4 +145,6 @@ def test_a_result_of_the_lab_is_named_without_it(
     install(monkeypatch, {})
     listing = Results(str(tmp_path)).look()
     assert listing.rows == {}
-    assert listing.faults == [(path.name, "perdure-lab, which is not installed here, may show it")]
+    assert listing.faults == [
+        (path.name, "its kind is unknown here; perdure-lab shows plans and traces")
+    ]

@@ -52,10 +52,10 @@ def dash(
         str | None, typer.Argument(metavar="[JOB]", help="Only this one; else all of them.")
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")
+        int, typer.Option("--port", min=0, max=65535, help="Port of the page; 0: a free one.")
     ] = PORT,
     host: Annotated[
-        str, typer.Option("--host", help="Another than loopback wants TLS: --cert and --key.")
+        str, typer.Option("--host", help="Address to serve on; beyond loopback, with --cert.")
     ] = "127.0.0.1",
     operate: Annotated[
         bool, typer.Option("--operate", help="The address also lets others steer.")

@@ -148,7 +148,7 @@ class Results:
     def _read(self, name: str) -> tuple[Kind, Kept]:
         kind = self.kinds.get(name.partition("-")[0])
         if kind is None:
-            raise ProtocolError("perdure-lab, which is not installed here, may show it")
+            raise ProtocolError("its kind is unknown here; perdure-lab shows plans and traces")
         try:
             return kind, read_result(self.folder, name, self._any)
         except FileNotFoundError:

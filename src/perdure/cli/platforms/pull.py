@@ -60,14 +60,14 @@ def pull(
             help="Ask before pulling more than this beyond the named results.",
         ),
     ] = 20.0,
-    yes: Annotated[bool, typer.Option("--yes", help="Bring it however much it is.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, whatever the size.")] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
     """Bring a job's checkpoints, journal, logs and outputs here.
 
-    So is every file of the project and the data folders there that is not here as it was sent, but
-    for caches and environments. The same command resumes after an interruption.
+    It also brings each file of the project and the data folders that differs from what was sent,
+    except caches, environments, and `.ssh`. The same command resumes after an interruption.
     """
     import msgspec
 

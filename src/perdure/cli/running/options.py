@@ -130,7 +130,7 @@ class RunOptions:
     no_python: Annotated[bool, _torchrun("--no-python", help="SCRIPT is a program of its own.")] = (
         False
     )
-    run_path: Annotated[bool, _torchrun("--run-path", help="Always so here.")] = False
+    run_path: Annotated[bool, _torchrun("--run-path", help="Accepted; has no effect.")] = False
     max_restarts: Annotated[
         int | None,
         _torchrun(
@@ -165,7 +165,7 @@ class RunOptions:
         _torchrun("--nnodes", metavar="N", help="Nodes on which this is typed: N, MIN:MAX, auto."),
     ] = None
     standalone: Annotated[
-        bool, _torchrun("--standalone", help="Always so here: perdure makes the rendezvous.")
+        bool, _torchrun("--standalone", help="Accepted on one node: perdure makes the rendezvous.")
     ] = False
     rdzv_backend: Annotated[str | None, _torchrun("--rdzv-backend", help="Ignored.")] = None
     rdzv_endpoint: Annotated[

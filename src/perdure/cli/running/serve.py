@@ -27,7 +27,7 @@ def serve(
     port: Annotated[
         int | None,
         typer.Option(
-            "--lighthouse-port", min=0, max=65535, help="0: one that is free (default 29510)."
+            "--lighthouse-port", min=0, max=65535, help="Its port; 0: a free one (default 29510)."
         ),
     ] = None,
     bind: Annotated[

@@ -406,8 +406,8 @@ def set_(
 def pause(job: JobName, why: Why = "", timeout_s: Timeout = 300.0, as_json: Json = False) -> None:
     """Have all ranks stand still before the same step.
 
-    They stand until they are resumed. A paused job can be set, saved and stopped. A world that
-    fails meanwhile begins again, makes up for what was lost, and stands at the same step.
+    They stand until they are resumed. A paused job can be set, saved and stopped. If a rank fails
+    in a pause, the job recovers, makes the lost steps again, and stands before the same step.
     """
     result = send_command(find_job(job), "pause", {"why": why}, timeout_s=timeout_s)
     _answer(job, result, f"paused before step {result.get('step', '?')}", as_json)

@@ -50,8 +50,8 @@ def invite(
 ) -> None:
     """Print what a machine needs to join a job (a secret).
 
-    It holds a secret: pass it over a pipe or a file. It serves one machine, which may come back
-    with it, and can be used for the first time until it expires. The job has places for machines
+    It holds a secret: pass it over a pipe or a file. By default it serves one machine, which may
+    come back with it. Its first use has to be before it expires. The job has places for machines
     from elsewhere if it was started with --remote.
     """
     from perdure.model.codec import encode
