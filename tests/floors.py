@@ -24,10 +24,10 @@ TOOLS = ("dev", "docs", "bench", "thirdparty")
 """Extras for work on perdure itself; tests run with their pinned versions."""
 TESTS = (
     "tests/contract/test_dash.py", "tests/unit/dash", "tests/e2e/test_dash_browser.py",
-    "tests/contract/test_bus.py", "tests/contract/test_nats_cluster.py",
-    "tests/contract/test_own_cluster.py", "tests/contract/test_stream_on_nats.py",
-    "tests/contract/test_certificates.py", "tests/contract/test_roles.py",
-    "tests/contract/test_journal.py", "tests/contract/test_webhook.py", "tests/unit/adapters",
+    "tests/contract/test_bus.py", "tests/contract/test_own_cluster.py",
+    "tests/contract/test_stream_on_nats.py", "tests/contract/test_certificates.py",
+    "tests/contract/test_roles.py", "tests/contract/test_journal.py",
+    "tests/contract/test_webhook.py", "tests/unit/adapters",
     "tests/contract/test_lighthouse.py", "tests/e2e/test_torchft.py",
     "tests/unit/worker/test_elsewhere_line.py", "tests/unit/worker/test_replica_checkpoint.py",
     "tests/unit/worker/test_replica_account.py", "tests/unit/worker/test_replica_config.py",

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from tests.floors import list_floors, read_constraints, read_requirements
+from tests.floors import ROOT, TESTS, list_floors, read_constraints, read_requirements
 
 
 def test_each_dependency_has_one_lowest_version() -> None:
@@ -10,6 +10,10 @@ def test_each_dependency_has_one_lowest_version() -> None:
     for name, lowest in list_floors():
         floors[name].add(lowest)
     assert {name: found for name, found in floors.items() if len(found) > 1 or "" in found} == {}
+
+
+def test_the_tests_of_the_lowest_versions_are_there() -> None:
+    assert [name for name in TESTS if not (ROOT / name).exists()] == []
 
 
 def test_the_versions_that_tests_run_with_are_allowed() -> None:
