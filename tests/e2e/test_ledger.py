@@ -21,7 +21,7 @@ def test_useful_is_what_the_committed_steps_took(start: Start, tmp_path: Path) -
     ledger = {name: row["s"] for name, row in report["ledger"].items()}
     slot_s = report["slot_s"]
     assert report["steps_committed"] == STEPS
-    # How exact the accounts are on a quiet machine is measured by bench/gates/ledger.py.
+    # How exact the accounts are on a quiet machine is measured by bench/gates/job.py.
     assert ledger["unattributed"] <= 0.02 * slot_s, ledger
     assert sum(ledger.values()) == pytest.approx(slot_s, rel=1e-6)
     assert again_s > 0

@@ -107,8 +107,10 @@ RING_BYTES = STAGES_AT + STAGES_MAX * STAGES_BYTES
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PHASE_INDEX: dict[str, int] = {phase: index for index, phase in enumerate(PHASES)}
 RECORDERS = ("off", "status", "", "compiled")
-"""Who writes the communicator slots: nobody, a poll of Flight Recorder's status, the Python
-dispatcher hook, the compiled one."""
+"""Recorders that write the communicator slots; "status" polls Flight Recorder.
+
+No recorder has number 2 any more.
+"""
 
 OPS = (
     "", "other", "allreduce", "allreduce_coalesced", "allgather", "allgather_base",
