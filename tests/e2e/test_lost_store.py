@@ -76,6 +76,17 @@ def test_a_store_that_dies_while_a_rank_waits_in_it_ends_the_generation(job: Job
     check_blameless(job, "lost its connection to the store")
 
 
+def test_a_store_that_is_stopped_while_a_rank_waits_in_it_goes_on(job: Job) -> None:
+    wait_in_store(job)
+    os.kill(job.pid_of("perdure store"), signal.SIGSTOP)
+    (job.home / "go-1").touch()
+    wait_for(job, "met-0-0", "met-0-1")
+    (job.home / "end").touch()
+    assert job.wait() == 0
+    assert job.report()["recoveries"] == []
+    assert find_blamed(job) == []
+
+
 def test_who_writes_into_the_store_makes_perdure_blame_no_rank(job: Job) -> None:
     if not hasattr(torch.distributed.TCPStore, "list_keys"):
         pytest.skip("this torch cannot list the keys")

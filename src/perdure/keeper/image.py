@@ -7,13 +7,12 @@ unfit is made again without the packages that it blames, a few times.
 
 import contextlib
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from perdure.adapters.host import read_state, send_signal
+from perdure.adapters.host import send_signal
 from perdure.keeper.execution import start_image
 from perdure.keeper.json_lines import LineSocket
 from perdure.keeper.zygote import (
@@ -34,8 +33,6 @@ from perdure.model.input.raw import restore_variables
 TRIES_MAX = 4
 START_TIMEOUT_S = 180.0
 DEATHS_MAX = 3
-_STOPPED_S = 1.0
-"""Seconds after which a stopped image is ended. Processes of a suspended job wake up one by one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +49,6 @@ class ImageProcess:
     modules: frozenset[str] = frozenset()
     """Names of the modules that it has, once it is ready."""
     importing: str = ""
-    stopped_s: float = math.inf
-    """Since when it is seen to be stopped (state T)."""
 
 
 class Warmth:
@@ -176,14 +171,6 @@ class Warmth:
         if self.coming is not None and not self.coming.modules and now > self.coming.deadline_s:
             self._retry(self.coming, f"importing {self.coming.importing} takes for ever", {})
 
-    def end_stopped(self, now: float) -> None:
-        """End an image that somebody has stopped, which answers nothing, and make another."""
-        for image in self.images:
-            stopped = image.pid > 0 and read_state(image.pid) == "T"
-            image.stopped_s = min(image.stopped_s, now) if stopped else math.inf
-            if now >= image.stopped_s + _STOPPED_S:
-                self._lose(image, "is stopped (state T)")
-
     def drop_current(self) -> None:
         """End the current image (it does not answer) and start a new one."""
         if self.current is not None:
@@ -228,15 +215,14 @@ class Warmth:
             self.start(())
 
     def _lose(self, image: ImageProcess, reason: str) -> None:
-        if image is self.coming and image.stopped_s == math.inf:
+        if image is self.coming:
             self._retry(image, reason, {})
             return
-        if image not in self.images:
+        if image is not self.current:
             return
         self._log(f"image {image.pid}: {reason}")
         self._drop(image)
-        self.current = None if image is self.current else self.current
-        self.coming = None if image is self.coming else self.coming
+        self.current = None
         self._deaths += 1
         if self._deaths >= DEATHS_MAX:
             self._give_up(f"its image was lost {self._deaths} times")

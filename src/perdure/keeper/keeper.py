@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from perdure.adapters.host import read_text, send_signal
+from perdure.adapters.host import read_state, read_text, send_signal
 from perdure.failpoints import failpoint
 from perdure.files.private import locate_job, make_private
 from perdure.keeper import reaping as reap
@@ -147,7 +147,7 @@ class Keeper:
         self._reap()
         if self._told_to_end:
             self._leave("SIGTERM")
-        self.warmth.end_stopped(now)
+        self._continue_stopped()
         self.warmth.tick(now)
         self.ranks.output.tick()
         self.ranks.advance(now)
@@ -167,6 +167,14 @@ class Keeper:
                 self._wait_to_write(self._agent)
         elif now - self._agent_seen > AGENT_AWAY_MAX_S and self._supervisor < 0:
             self._leave("no agent, and no supervisor that could start one")
+
+    def _continue_stopped(self) -> None:
+        """Continue a part that somebody has stopped (SIGSTOP): ranks and starts wait for it."""
+        images = [image.pid for image in self.warmth.images]
+        for pid in (*images, self.ranks.output.pid, *self.ranks.stores):
+            if pid and read_state(pid) == "T":
+                _log(f"process {pid} was stopped (state T), and is continued")
+                send_signal(pid, signal.SIGCONT)
 
     def _reap(self) -> None:
         while True:

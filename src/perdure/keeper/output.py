@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Container
 
-from perdure.adapters.host import read_state, send_signal
+from perdure.adapters.host import send_signal
 from perdure.keeper.execution import start_copier
 
 _DRAIN_S = 2.0
@@ -106,11 +106,9 @@ class RankOutput:
             os.close(self._pipes.pop(path))
 
     def tick(self) -> None:
-        """Replace a copier that has died or was stopped: ranks would wait for it."""
+        """Replace a copier that has died: ranks would wait for it."""
         if not self.pid:
             self.start()
-        elif read_state(self.pid) == "T":
-            self._end_copier()
 
     def note_reaped(self, pid: int) -> None:
         """Note that process `pid` was waited for."""

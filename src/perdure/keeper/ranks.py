@@ -239,6 +239,11 @@ class Ranks:
         return not under_way and not self.alive
 
     @property
+    def stores(self) -> list[int]:
+        """Pids of the stores that live."""
+        return sorted(self._stores)
+
+    @property
     def next_look_s(self) -> float:
         """Seconds until `advance` has something to do."""
         if self._ending is None or (self._forking and self._forking.order.generation != _STANDBY):
@@ -409,9 +414,6 @@ class Ranks:
         self._end_raised(now)
         if self._forking is not None:
             standby = self._forking.order.generation == _STANDBY
-            if self._forking.image not in self._warmth.images:
-                self._fail_fork("the image was stopped while forking")
-                return
             if now > self._forking.deadline_s:
                 self._log("the image does not answer")
                 self._fail_fork("the image did not answer in time")
