@@ -144,7 +144,7 @@ def _read_files(path: str) -> Iterator[_Pointer]:
         if not kind.names.fullmatch(name) or (file == "latest" and not _has_states(path)):
             continue
         with contextlib.suppress(OSError):
-            text = read_file(pointer, _BYTES_MAX).decode(errors="replace").strip()
+            text = os.fsdecode(read_file(pointer, _BYTES_MAX)).strip()
             why = f"it names {text[:100]!r}, which is not there"
             yield _Pointer(pointer, _find_named(path, kind, text), why)
     for file, inner in _COPIES.items() if re.fullmatch(r"iter_\d+", name) else ():
@@ -172,7 +172,8 @@ def _find_named(path: str, kind: _Kind, text: str) -> str | None:
         number, digits = re.fullmatch(r"\D*(\d+)\D*", text), re.search(r"\d+$", name)
         if not number or not digits:
             return None  # Megatron-LM's `release`
-        numbers = str(int(number[1])), number[1].zfill(len(digits[0]))
+        bare = number[1].lstrip("0") or "0"
+        numbers = bare, bare.zfill(len(digits[0]))
         tags, sure = [name[: digits.start()] + one for one in numbers], True
     paths = [os.path.join(folder, tag) for tag in tags if tag]
     return next(filter(os.path.exists, paths), "" if sure else None)
@@ -228,7 +229,7 @@ def lead(pointer: str, whole: str, *, link: bool) -> None:
         old = b""
         with contextlib.suppress(OSError):
             old = read_file(pointer, _BYTES_MAX).strip()
-        before, name = os.path.dirname(old.decode(errors="replace")), os.path.basename(whole)
+        before, name = os.path.dirname(os.fsdecode(old)), os.path.basename(whole)
         number, path = (list_numbers(whole) or [0])[-1], os.path.join(before, name)
         text = _KINDS[file].text.format(name=name, number=number, path=path if old else whole)
-        replace_file(pointer, text.encode(), synced=True)
+        replace_file(pointer, os.fsencode(text), synced=True)

@@ -85,6 +85,52 @@ def test_another_torn_file_without_a_number_is_moved(tmp_path: Path) -> None:
         assert not (out / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        (b"9" * 5000, b"90"),  # More digits than Python makes a number of
+        (b"\n120\n", b"90"),
+        (b"nan", b"nan"),
+        (b"\xff\xed\xa0\x80", b"\xff\xed\xa0\x80"),
+        (b"0" * (10 << 20), b"0" * (10 << 20)),
+    ],
+    ids=["long", "lines", "nan", "bytes", "10 MB"],
+)
+def test_no_text_of_a_pointer_keeps_perdure_from_an_answer(
+    tmp_path: Path, text: bytes, after: bytes
+) -> None:
+    out, pointer = tmp_path / "out", tmp_path / "out" / "latest_checkpointed_iteration.txt"
+    whole, torn = (save(out / f"iter_0000{n:03}" / "mp_rank_00" / "x.pt") for n in (90, 120))
+    torn.write_bytes(torn.read_bytes()[:10])
+    pointer.write_bytes(text)
+    own, kept = make(tmp_path, tmp_path / "url", "out/iter_*")
+    told = check(own, kept).moved
+    assert "out/iter_0000120 " in told[0]
+    assert "moved to out.torn/iter_0000120" in told[0]
+    assert pointer.read_bytes() == after
+    assert whole.exists()
+
+
+def test_a_name_may_have_any_bytes(tmp_path: Path) -> None:
+    """Without an answer, no rank would ever start."""
+    out = os.fsencode(tmp_path / "out")
+    for number in (90, 120):
+        file = b"%s/run\xff-%d/mp_rank_00_model_states.pt" % (out, number)
+        save(Path(os.fsdecode(file)))
+    with open(file, "r+b") as torn:
+        torn.truncate(10)
+    with open(out + b"/latest", "wb") as pointer:
+        pointer.write(b"run\xff-120")
+    own, kept = make(tmp_path, tmp_path / "url", "out/run*")
+    (told,) = check(own, kept).moved
+    assert "takes its place" not in told
+    (tmp_path / "out" / "latest").write_text("")
+    assert len(check(own, kept).moved) == 1
+    with open(out + b"/latest", "rb") as named:
+        assert named.read() == b"run\xff-90"
+    assert sorted(os.listdir(out + b".torn")) == [b"latest", b"run\xff-120"]
+
+
 def test_a_pattern_that_cannot_be_copied_keeps_no_other_one_from_it(tmp_path: Path) -> None:
     here = tmp_path / "here"
     bad = save(here / "a" / "step-1" / "x.pt").parent
