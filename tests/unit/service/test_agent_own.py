@@ -131,6 +131,21 @@ def test_a_name_may_have_any_bytes(tmp_path: Path) -> None:
     assert sorted(os.listdir(out + b".torn")) == [b"latest", b"run\xff-120"]
 
 
+def test_a_move_that_fails_in_any_way_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("a surprise")
+
+    monkeypatch.setattr("perdure.service.agent.own.set_aside", fail)
+    out = tmp_path / "out"
+    save(out / "step-1.pt")
+    (out / "step-2.pt").write_bytes(b"PK\x03\x04")
+    own, kept = make(tmp_path, tmp_path / "url", "out/step-*")
+    (told,) = check(own, kept).moved
+    assert told.endswith("it cannot be moved: a surprise")
+
+
 def test_a_pattern_that_cannot_be_copied_keeps_no_other_one_from_it(tmp_path: Path) -> None:
     here = tmp_path / "here"
     bad = save(here / "a" / "step-1" / "x.pt").parent

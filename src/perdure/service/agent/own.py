@@ -130,7 +130,7 @@ class OwnCheckpoints:
                     )
         except FileNotFoundError:
             return []
-        except OSError as error:
+        except Exception as error:  # A start waits for the answer.
             if isinstance(error, TimeoutError):
                 self._files = FileThread()  # The old one may never return.
             return [f"{text}; it cannot be moved: {str(error) or 'the disk does not answer'}"]
