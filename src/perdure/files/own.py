@@ -491,14 +491,16 @@ def _read_time(path: str) -> float:
 def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpoint | None]:
     """Return the torn ones that a script may take for the newest, and the newest whole one.
 
-    A script may go by numbers or by time.
+    A script may go by numbers or by time. Of files of the same time, one without a number, such as
+    `last.ckpt`, was written last.
     """
     paths = list_declared(pattern, cwd)
     places = {path: place for place, path in enumerate(paths)}
     known: dict[str, OwnCheckpoint] = {}
     newest: OwnCheckpoint | None = None
     sets = list_sets(paths)
-    for order in (paths, sorted(paths, key=_read_time, reverse=True)):
+    by_time = sorted(paths, key=lambda p: (_read_time(p), not list_numbers(p)), reverse=True)
+    for order in (paths, by_time):
         for path in order:
             members = [one for one in sets[path] if one not in known]
             exact = not _has_magic(pattern)

@@ -74,6 +74,20 @@ def test_a_torn_last_one_becomes_a_copy_of_the_newest_whole_one(tmp_path: Path, 
     assert len((tmp_path / "out.torn" / name).read_bytes()) == 10
 
 
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04"])
+def test_a_last_one_is_looked_at_if_it_is_as_old_as_the_newest(tmp_path: Path, data: bytes) -> None:
+    """Lightning writes both at once, and times of files are coarse."""
+    out = tmp_path / "out"
+    whole, torn = save(out / "step=40.ckpt"), out / "last.ckpt"
+    torn.write_bytes(data)
+    for path in (whole, torn):
+        os.utime(path, (1000.0, 1000.0))
+    own, kept = make(tmp_path, tmp_path / "url", "out/*.ckpt")
+    (told,) = check(own, kept).moved
+    assert "a copy of out/step=40.ckpt, " in told
+    assert torn.read_bytes() == whole.read_bytes()
+
+
 def test_another_torn_file_without_a_number_is_moved(tmp_path: Path) -> None:
     out = tmp_path / "out"
     os.utime(save(out / "epoch=0-step=40.ckpt"), (1.0, 1.0))
