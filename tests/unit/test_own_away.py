@@ -12,6 +12,7 @@ from tests.unit.test_own import FORMATS, make
 
 from perdure.adapters.own_away import OwnAway
 from perdure.files.own import find_newest
+from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:torch.distributed is")]
@@ -83,7 +84,7 @@ def test_a_copy_that_was_cut_off_or_altered_is_not_taken(url: str, tmp_path: Pat
     fs.rm(f"{base}/latest")
     assert away.fetch(60.0) == "", "it was not tagged"
     assert not list((there / "out").glob("*")) if (there / "out").exists() else True
-    assert not (there / "out.fetched").exists()
+    assert not (there / "out.partial").exists()
 
 
 def test_another_job_has_a_place_of_its_own(url: str, tmp_path: Path) -> None:
@@ -101,6 +102,45 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(url: str, tmp_path: P
     fs.pipe_file(f"{name}/manifest.json", manifest)
     with pytest.raises(PlatformError, match="has a segment"):
         away.fetch(60.0)
+
+
+def test_a_manifest_that_names_a_file_of_the_script_is_refused(url: str, tmp_path: Path) -> None:
+    """In the script's own folder, a file `torch.py` would be imported by the script."""
+    make(tmp_path / "here", "torch.save", 1)
+    upload(url, tmp_path / "here", "ckpt-*.pt")
+    fs, base = fsspec.core.url_to_fs(locate(url, "ckpt-*.pt"))
+    (name,) = [row for row in fs.ls(base, detail=False) if not row.endswith("latest")]
+    manifest = fs.cat_file(f"{name}/manifest.json").replace(b"ckpt-1.pt", b"torch.py")
+    fs.pipe_file(f"{name}/manifest.json", manifest)
+    with pytest.raises(PlatformError, match=r"'torch.py', which ckpt-\*.pt is not"):
+        fetch(url, tmp_path / "there", "ckpt-*.pt")
+    assert os.listdir(tmp_path / "there") == []
+
+
+def test_a_link_that_comes_with_a_copy_replaces_no_file(url: str, tmp_path: Path) -> None:
+    make(tmp_path / "here", "torch.save", 1)
+    upload(url, tmp_path / "here", "ckpt-*.pt")
+    fs, base = fsspec.core.url_to_fs(locate(url, "ckpt-*.pt"))
+    (name,) = [row for row in fs.ls(base, detail=False) if not row.endswith("latest")]
+    links = ["train.py@", "torch.py@", "last.pt@", "latest.pt@", "last-v1.pt@"]
+    fs.pipe_file(f"{name}/pointers", encode(links))
+    there = tmp_path / "there"
+    there.mkdir()
+    for file in ("train.py", "last.pt"):
+        (there / file).write_text("the script's own")
+    (there / "latest.pt").symlink_to("ckpt-0.pt")
+    fetch(url, there, "ckpt-*.pt")
+    assert {file.name: os.readlink(file) for file in there.iterdir() if file.is_symlink()} == {
+        "latest.pt": "ckpt-1.pt",
+        "last-v1.pt": "ckpt-1.pt",
+    }
+    assert sorted(os.listdir(there)) == [
+        "ckpt-1.pt",
+        "last-v1.pt",
+        "last.pt",
+        "latest.pt",
+        "train.py",
+    ]
 
 
 def fetch(url: str, cwd: Path, pattern: str, timeout_s: float = 60.0) -> str:

@@ -24,11 +24,12 @@ from perdure.files.own import (
     OwnCheckpoint,
     examine,
     find_root,
+    is_declared,
     list_files,
     name_beside,
     open_room,
 )
-from perdure.files.pointers import lead, list_naming
+from perdure.files.pointers import is_newest, lead, list_naming
 from perdure.model.checkpoints import LATEST, MANIFEST, FileEntry, Manifest
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
@@ -120,6 +121,10 @@ class OwnAway:
             if why := explain_unsafe(path):
                 raise PlatformError(f"{self.url}/{name} names {path!r}, which {why}")
         target = os.path.join(self._root, relative)
+        if not is_declared(target, self.pattern, self._cwd):
+            raise PlatformError(
+                f"{self.url}/{name} names {relative!r}, which {self.pattern} is not"
+            )
         with open_room(name_beside(self._root, self._cwd, PARTIAL)) as room:
             place = os.path.join(room, os.path.basename(target))
             for entry in manifest.files:
@@ -141,7 +146,10 @@ class OwnAway:
                     raise
         for pointer in _read_pointers(fs, f"{base}/{name}/{_POINTERS}"):
             path = os.path.join(os.path.dirname(target), pointer.removesuffix(_LINK))
-            lead(path, target, link=pointer.endswith(_LINK))
+            link = pointer.endswith(_LINK)
+            # A link takes the place of no file, and is no module that the script imports.
+            if not link or (is_newest(path) and (os.path.islink(path) or not os.path.exists(path))):
+                lead(path, target, link=link)
         return target
 
 

@@ -11,6 +11,7 @@ Without torch: agents and the command line import it, and a rank whose load has 
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
 import glob
 import io
 import itertools
@@ -459,6 +460,16 @@ def find_root(pattern: str, cwd: str) -> str:
     parts = _locate_pattern(pattern, cwd).split(os.sep)
     plain = next((n for n, part in enumerate(parts) if _has_magic(part)), len(parts) - 1)
     return _ESCAPED.sub(r"\1", os.sep.join(parts[:plain])) or os.sep
+
+
+def is_declared(path: str, pattern: str, cwd: str) -> bool:
+    """Return whether a path is one of a pattern's, also if nothing is there.
+
+    >>> [is_declared(f"/run/out/{name}", "out/ckpt*", "/run") for name in ("ckpt-3", "ckpt/x.py")]
+    [True, False]
+    """
+    pairs = path.split(os.sep), _locate_pattern(pattern, cwd).split(os.sep)
+    return len({*map(len, pairs)}) == 1 and all(map(fnmatch.fnmatchcase, *pairs))
 
 
 def _locate_pattern(pattern: str, cwd: str) -> str:
