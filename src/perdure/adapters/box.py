@@ -169,10 +169,9 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str]:
 def _read_gpu(nvml: Any, index: int, *, divided: bool) -> Gpu:
     """Return a GPU; of one that is divided, not everybody may ask what is on all of it."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+    uuid = nvml.nvmlDeviceGetUUID(handle)
     return Gpu(
         uuid=uuid if isinstance(uuid, str) else uuid.decode(),
-        name=name if isinstance(name, str) else name.decode(),
         pids=()
         if divided
         else tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)),

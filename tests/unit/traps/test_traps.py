@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GB = 1 << 30
 ROOMY = Disk(role="state", path="/x", kind="ext4", free=900 * GB, total=1000 * GB,
              inodes_free=9_000_000, inodes=10_000_000)  # fmt: skip
-CARD = Gpu(uuid="GPU-1", name="H100")
+CARD = Gpu(uuid="GPU-1")
 CLUSTER = {"PreemptType": "preempt/partition_prio", "AccountingStorageType": "x/slurmdbd"}
 
 # Trap, facts in which it lies ahead, facts in which it does not.

@@ -50,7 +50,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU by NVML."""
 
     uuid: str
-    name: str = ""
     pids: tuple[int, ...] = ()
     """Processes that NVML shows on it."""
 
