@@ -234,7 +234,7 @@ class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: tuple[StepStages, ...] = ()
     """Steps that ended since the last heartbeat, thinned likewise."""
     recorder: str = ""
-    """`compiled`, `python`, `status` or `off`."""
+    """`compiled`, `status` or `off`."""
     busy_phase: BusyPhase | None = None
     """What the script has declared to be busy with; of nested phases the one that ends last."""
     unseen: bool = False

@@ -2,7 +2,7 @@
 
 crash and stop are real signals to the own process. exit, spin, sleep, gil, slow, oom and wrong
 collectives happen in the training thread, where a bug of the user's would; in a script that
-declares no steps they strike at its next collective (Python recorder) or its next forward pass.
+declares no steps they strike at its next collective (compiled recorder) or its next forward pass.
 oom is a kill by the kernel, wherever a cgroup with a limit can be made for this one process.
 `for_s` ends a fault, so does heal.
 That a fault is about to happen is told, and the agent's receipt awaited, before it happens.
@@ -263,7 +263,7 @@ class Faults:
         self.next_step = NEVER
         """The earliest step before which the training thread has to call `act`."""
         self.arm_collectives: Callable[[Callable[[], None] | None], None] | None = None
-        """Set by the Python recorder's owner: calls the given before each collective."""
+        """Set with the compiled recorder: calls the given before each collective."""
         self.arm_forward: Callable[[Callable[[], None]], bool] | None = None
         """Set where torch may come: calls the given once, in the next forward pass."""
         self._network = NetworkFaults()
