@@ -42,7 +42,6 @@ def test_controllers_that_die_and_damage_cost_no_step_that_is_not_said(
     ]
     assert "MetricsLogged" not in kinds
     assert kinds.count("ControllerStarted") == 3
-    assert "MessagesSetAside" not in kinds
 
     data[-9] ^= 1
     kept.write_bytes(data)

@@ -15,7 +15,6 @@ _WHENS: tuple[When, ...] = ("prevented", "detected", "watched", "diagnosed")
 _CHECKS = "perdure.traps.checks"
 _SYMPTOMS = "perdure.traps.symptoms:name_symptoms"
 _VANISHED = "perdure.telemetry.outcome:explain_vanishing"
-_DEVICES = "perdure.detect.devices"
 _KUBERNETES = "perdure.launch.kubernetes"
 
 
