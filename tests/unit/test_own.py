@@ -1,6 +1,7 @@
 """Which checkpoints of a script are whole, torn, or not known: each format, cut at every place."""
 
 import contextlib
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -377,6 +378,37 @@ def test_a_save_in_progress_is_not_copied_again_and_again(
 
     monkeypatch.setattr("perdure.files.own.fcntl.ioctl", refuse)
     assert not copy_whole(str(path), str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("instant", "new"),
+    [
+        ("perdure.files.own.open_room", False),
+        ("perdure.files.own._copy_bytes", False),
+        ("os.fsync", True),
+        ("os.utime", True),
+        ("os.replace", True),
+    ],
+)
+def test_a_save_may_begin_at_any_instant_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str, *, new: bool
+) -> None:
+    """A kill during that save leaves a torn file: some whole save is in the copy then."""
+    path, copy = make(tmp_path, "torch.save", 1), tmp_path / "copy" / "ckpt-1.pt"
+    os.utime(path, (1.0, 1.0))
+    assert copy_whole(str(path), str(copy))
+    older, newer = path.read_bytes(), make(tmp_path / "other", "torch.save", 2).read_bytes()
+    path.write_bytes(newer)
+    module, _, name = instant.rpartition(".")
+    act = getattr(importlib.import_module(module), name)
+
+    def begin_save(*args: object, **keys: object) -> object:
+        path.write_bytes(newer[:100])
+        return act(*args, **keys)
+
+    monkeypatch.setattr(instant, begin_save)
+    assert copy_whole(str(path), str(copy)) is new
+    assert copy.read_bytes() == (newer if new else older)
 
 
 def test_what_comes_late_changes_nothing(tmp_path: Path) -> None:

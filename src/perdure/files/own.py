@@ -709,6 +709,7 @@ def copy_whole(path: str, target: str, until_s: float = math.inf, *, rooms: str 
             same = (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
             if not same or not _check_file(temporary, after.st_size, any_name=True):
                 return False
+            sync_path(temporary)  # It takes long, and the script may begin its next save.
             _refuse_late(until_s)
             os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.replace(temporary, target)
@@ -724,8 +725,6 @@ def _copy_bytes(path: str, target: str, until_s: float) -> None:
             while chunk := source.read(4 << 20):
                 _refuse_late(until_s)
                 copy.write(chunk)
-        copy.flush()
-        os.fsync(copy.fileno())
 
 
 def put_back(copy: str, path: str, target: str, until_s: float = math.inf) -> bool:
