@@ -502,8 +502,8 @@ def _read_time(path: str) -> float:
 def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpoint | None]:
     """Return the torn ones that a script may take for the newest, and the newest whole one.
 
-    A script may go by numbers or by time. Of files of the same time, one without a number, such as
-    `last.ckpt`, was written last.
+    A script may go by numbers or by time. If times are equal, a file without a number, such as
+    `last.ckpt`, counts as newer.
     """
     paths = list_declared(pattern, cwd)
     places = {path: place for place, path in enumerate(paths)}
