@@ -1,10 +1,12 @@
 """A rank that writes the script's own checkpoint when another rank dies may finish it."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from perdure.failpoints import FOLDER, SWITCH
 from tests.e2e.harness import Job
 
 pytestmark = pytest.mark.slow
@@ -55,3 +57,48 @@ def test_a_rank_that_writes_for_too_long_is_killed_and_named(
     assert words in job.cli("report", "writes").stdout
     job.cli("stop", "writes", "--now")
     job.wait()
+
+
+OVERWRITES = """
+import os, time
+rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if rank == "0" and life == "0":
+    with open("model.pt", "wb") as file:
+        file.write(b"whole" * 1000)
+open(f"begun-{life}-{rank}", "w").close()
+while rank == "0" and life == "0":
+    if os.path.exists("points/fired"):
+        with open("model.pt", "wb", buffering=0) as file:
+            while not os.path.exists("go"):
+                file.write(b"half"); time.sleep(0.05)
+            file.truncate(0); file.seek(0)
+            file.write(b"whole" * 1000)
+        break
+    time.sleep(0.01)
+time.sleep(86_400)
+"""
+
+
+@pytest.mark.parametrize("end", ["death", "stop"])
+def test_a_save_that_begins_just_before_the_end_is_not_cut(
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The script truncates its only checkpoint after the keeper's look and before its kill."""
+    (tmp_path / "points").mkdir()
+    monkeypatch.setenv(SWITCH, f"keeper/looked=delay(5),nth=1,file={tmp_path}/end")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "points"))
+    (tmp_path / "train.py").write_text(OVERWRITES)
+    job = start("over", "-n", "2", "--cold", "train.py")
+    job.wait_until(lambda: len(list(tmp_path.glob("begun-0-*"))) == 2, "both ranks")
+    (tmp_path / "end").touch()
+    if end == "stop":
+        job.process.send_signal(signal.SIGTERM)
+    else:
+        job.kill(" g0 r1")
+    job.wait_until(lambda: "perdure waits for rank 0" in job.text(), "the name of the rank")
+    (tmp_path / "go").touch()
+    if end == "death":
+        job.wait_until(lambda: (tmp_path / "begun-1-0").exists(), "the next life")
+        job.cli("stop", "over", "--now")
+    job.wait()
+    assert (tmp_path / "model.pt").read_bytes() == b"whole" * 1000

@@ -459,6 +459,15 @@ def send_signal_to_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
+def has_stopped(pid: int) -> bool:
+    """Return whether no thread of a child runs: all of them were stopped, or it is gone."""
+    flags = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+    try:
+        return os.waitid(os.P_PID, pid, flags) is not None
+    except ChildProcessError:
+        return True
+
+
 def catches_signal(pid: int, number: int) -> bool:
     """Return whether process `pid` has a handler for signal `number`."""
     for line in read_text(f"/proc/{pid}/status").splitlines():

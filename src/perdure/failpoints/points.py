@@ -58,6 +58,7 @@ POINTS: dict[str, Point] = {
     "keeper/prepare": Point("Rings and files of ranks are about to be made.", _FULL),
     "keeper/fork": Point("The image is about to be asked for ranks or a store. About: which."),
     "keeper/adopted": Point("Ranks that were started are known, and the agent is not told."),
+    "keeper/looked": Point("Ranks are about to end, and were looked at for a save in progress."),
     "keeper/reaped": Point("A child has ended and is reaped; nothing was written down of it."),
     "keeper/recorded": Point("A rank's exit record is on disk, and the agent is not told."),
     "keeper/stopped": Point("Nothing of a generation is left, and the agent is not told."),

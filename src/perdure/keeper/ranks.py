@@ -21,6 +21,7 @@ import msgspec
 from perdure.adapters.host import (
     Process,
     catches_signal,
+    has_stopped,
     read_command,
     read_process,
     read_state,
@@ -95,6 +96,8 @@ _WRITING_S = 0.03
 """Seconds between two looks at ranks that save: a save that follows at once begins soon."""
 _SAVED_S = 1.0
 """Seconds after the last file of a save before a rank counts as done with it."""
+_STOPS_S = 0.05
+"""Longest wait until ranks stand still: a driver may hold one for longer."""
 _ROOM_S, _ROOM_S_MAX = 1.0, 30.0
 """Until a start is tried again that the disk has refused; twice as long each time."""
 
@@ -142,6 +145,8 @@ class Ending:
     saves: dict[int, Save] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
     """Pids of ranks that have finished a save: they write the next one already."""
+    stopped: set[int] = field(default_factory=set)
+    """Pids of ranks that stood still at the last look before their end."""
     answers: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     """Processes below the ranks that were killed and named."""
@@ -422,8 +427,10 @@ class Ranks:
                 return
             if not standby:
                 return
-        if self._ending is not None and now >= self._ending.next_look_s:
-            self._advance_ending(self._ending, now)
+        if (ending := self._ending) is not None and now >= ending.next_look_s:
+            self._advance_ending(ending, now)
+            for pid in ending.stopped & self._by_pid.keys():  # Else SIGTERM does not reach them.
+                send_signal(pid, signal.SIGCONT)
         if self._ending is not None or self._forking is not None:
             return
         self._end_cleaners(now)
@@ -805,21 +812,53 @@ class Ranks:
                     rank.saving = path
                     self._tell(f"killed rank {rank.rank}, which still wrote {path}", rank)
             return set()
+        looks = {rank.pid: self._list_own(rank.pid) for rank in ranks}
         for rank in ranks:
-            files = self._list_own(rank.pid)
+            files = looks[rank.pid]
             if ending.saves.setdefault(rank.pid, Save()).take(files, now):
                 ending.written.pop(rank.pid, None)
                 ending.saved.add(rank.pid)
             elif files and rank.pid not in ending.saved:
-                ending.written_s, path = now, next(iter(files))
-                if rank.pid not in ending.written:
-                    most = f"{ending.writers_s - now:.0f} s at most"
-                    text = f"perdure waits for rank {rank.rank}, {most}: it writes {path}"
-                    self._tell(text, rank)
-                ending.written[rank.pid] = path
+                self._await_writer(rank, files, ending, now)
         if now >= ending.written_s + _SAVED_S:
             ending.written.clear()
+        quiet = {pid for pid, files in looks.items() if not files} - ending.written.keys()
+        self._look_again([rank for rank in ranks if rank.pid in quiet], ending, now)
         return {rank.pid for rank in ranks if rank.pid in ending.written}
+
+    def _look_again(self, ranks: list[Rank], ending: Ending, now: float) -> None:
+        """Stop the ranks that end now, and let those go on that have begun a save meanwhile.
+
+        Without it, a script could begin to overwrite its only checkpoint between a look and a kill.
+        """
+        due = [r for r in ranks if r.pid not in ending.stopped and self._is_due(r, ending, now)]
+        failpoint("keeper/looked")
+        for rank in due:
+            send_signal(rank.pid, signal.SIGSTOP)
+        ending.stopped.update(rank.pid for rank in due)
+        until_s = time.monotonic() + _STOPS_S
+        for rank in due:
+            while not has_stopped(rank.pid) and time.monotonic() < until_s:
+                time.sleep(_STOPS_S / 100)
+            if files := self._list_own(rank.pid):
+                send_signal(rank.pid, signal.SIGCONT)
+                ending.stopped.discard(rank.pid)
+                ending.saved.discard(rank.pid)
+                self._await_writer(rank, files, ending, now)
+
+    def _is_due(self, rank: Rank, ending: Ending, now: float) -> bool:
+        """Return whether a rank ends with the signals of now."""
+        if ending.warned_s and now < min(ending.warned_s + _LAST_WORD_S, ending.deadline_s):
+            return False
+        return now >= ending.deadline_s or not self._handles_term(rank.pid)
+
+    def _await_writer(self, rank: Rank, files: dict[str, int], ending: Ending, now: float) -> None:
+        """Have the end wait for a rank that writes `files`."""
+        ending.written_s, path = now, next(iter(files))
+        if rank.pid not in ending.written:
+            most = f"{ending.writers_s - now:.0f} s at most"
+            self._tell(f"perdure waits for rank {rank.rank}, {most}: it writes {path}", rank)
+        ending.written[rank.pid] = path
 
     def _list_own(self, pid: int) -> dict[str, int]:
         """Return the files of the script's own checkpoints that a rank is writing, and where."""
