@@ -49,6 +49,8 @@ class Account:
     """Kills of another rank during a save of the writer."""
     finished: int = 0
     """Such saves that the writer finished."""
+    behind: int = 0
+    """Kills during a save that overwrites the one before, whose copy was not complete."""
     moved: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -131,6 +133,8 @@ def kill_again_and_again(
         if begun > whole and survives:
             account.amid += 1
             account.finished += after >= begun
+        ended = [step for word, step in lives[life] if word == "saved"]
+        account.behind += after < max(ended, default=0)
         latest = lives[life][-1][1] if victim > 0 or form in SHARED else whole
         if not whole <= after <= latest:
             text = f"kill {life} of rank {victim}: {before} load, {begun} begun, life at {after}"
