@@ -1,14 +1,19 @@
-"""A connection between two healthy ranks is cut: the world restarts, and no rank is blamed."""
+"""What a stranger does to connections between healthy ranks restarts the world, and blames none."""
 
+import contextlib
 import os
+import resource
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
+from tests.e2e.test_open_ports import find_blamed
 from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -53,3 +58,34 @@ def test_a_cut_connection_restarts_the_world_and_blames_no_rank(
     told = job.cli("diagnose", "cut").stdout
     assert "Crash of the job" in told
     assert "Crash of rank" not in told
+
+
+def test_connections_that_take_all_descriptors_of_a_rank_blame_no_rank(
+    start: Callable[..., Job],
+) -> None:
+    script = str(SCRIPTS / "allreduce.py")
+    job = start("flooded", "-n", "2", script, "--steps", "100000000")
+    job.wait_state("running")
+    job.wait_until(lambda: len(list_doors(job)) == 2, "gloo's ports")
+    (rank, place), *_ = list_doors(job)
+    limit = rank.num_fds() + 50
+    resource.prlimit(rank.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_connection(place, PATIENCE_S))
+        job.wait_until(lambda: job.state().get("restarts") == 1, "a restart")
+    job.wait_state("running")
+    (incident,) = job.report()["recoveries"]
+    assert incident["culprit"].startswith(("the port of rank ", "a connection of rank "))
+    assert find_blamed(job) == []
+
+
+def list_doors(job: Job) -> list[tuple[psutil.Process, tuple[str, int]]]:
+    """Return each rank and the port at which gloo listens in it."""
+    return [
+        (rank, (one.laddr.ip, one.laddr.port))
+        for rank in job.find("perdure rank")
+        for one in rank.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]

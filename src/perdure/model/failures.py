@@ -60,6 +60,14 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.failed and any(words in self.error for words in _STORE_GONE)
 
     @property
+    def flooded(self) -> bool:
+        """Whether gloo ended it because connections to its port took its last file descriptor.
+
+        Anybody can connect to that port. So that says nothing about the rank.
+        """
+        return self.failed and any(_FLOODED in line for line in self.last_output)
+
+    @property
     def failed_rendezvous(self) -> bool:
         """Whether torch's own C++ code failed while this rank formed a process group with others.
 
@@ -144,6 +152,8 @@ _PEER_GONE = (
 
 _STORE_GONE = ("Connection was likely closed", "The client socket has ")
 """What torch's TCPStore says when nobody serves it any more."""
+_FLOODED = "accept: Too many open files"
+"""What gloo says before it ends the process."""
 _FORMING = ("init_process_group", "_new_process_group_helper")
 """torch's functions in which ranks meet."""
 
@@ -204,6 +214,9 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
         whom = "the store" if record.lost_store else "another rank"
         reason = f"{culprit} lost its connection to {whom}{name_step(step)}"
         culprit = f"a connection of {culprit}"
+    elif record.flooded:
+        reason = f"connections to gloo's port took all file descriptors of {culprit}"
+        culprit = f"the port of {culprit}"
     elif record.failed_rendezvous:
         reason = f"{culprit} could not form a process group with the others: {cause}"
         culprit = f"the rendezvous of {culprit}"

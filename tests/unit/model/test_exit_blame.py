@@ -45,3 +45,9 @@ def test_whom_an_exit_blames(traceback: str, error: str, culprit: str) -> None:
     """A stranger may have written into the store at which ranks meet: no rank is blamed for it."""
     record = ExitRecord(1, 0, 10, 2.0, code=1, traceback=f"{traceback}{error}\n", error=error)
     assert explain_exit(record, 2.0, -1, None).culprit == culprit
+
+
+def test_no_rank_is_blamed_for_the_connections_of_a_stranger() -> None:
+    words = "  what():  [enforce fail at gloo/listener.cc:63] false. accept: Too many open files"
+    record = ExitRecord(1, 0, 10, 2.0, signal=6, last_output=("terminate called", words))
+    assert explain_exit(record, 2.0, -1, None).culprit == "the port of rank 1"
