@@ -29,6 +29,8 @@ _OF_MEMBERS = {
     "after_update": "after_update",
 }
 """What members have in common, and a resume may change."""
+_LETTERS = 200
+"""Of a description that are shown."""
 _SHOWN = 3
 """Parameters that are named one by one."""
 
@@ -67,7 +69,12 @@ def describe_changes(
         ]
         if len(names) > _SHOWN:
             left.append(f"so do {len(names) - _SHOWN} more {kind}s")
-    return "; ".join([*(template.format(*pair) for pair in pairs), *left])
+    return "; ".join([*(template.format(*map(_shorten, pair)) for pair in pairs), *left])
+
+
+def _shorten(text: Any) -> str:
+    """Return the beginning of `text`: a module may describe itself by its whole table."""
+    return str(text) if len(str(text)) <= _LETTERS else f"{str(text)[:_LETTERS]} ..."
 
 
 def find_strangers(progress: Mapping[int, MemberProgress | Progress]) -> tuple[int, list[int]]:

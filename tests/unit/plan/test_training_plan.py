@@ -59,6 +59,15 @@ def test_of_many_parameters_a_few_are_named() -> None:
     assert said.endswith("; so do 7 more parameters")
 
 
+def test_of_a_long_description_the_beginning_is_shown() -> None:
+    here, there = ({"modules": {"0": "x" * 10**7 + end}} for end in "ab")
+    assert digest_plan(here) != digest_plan(there)
+    assert len(describe_changes(here, there, members=True)) < 1000
+    odd = {"modules": {"0": "\ud800"}}
+    assert describe_changes(odd, here, members=True).startswith("module 0 was \ud800, is xxx")
+    assert digest_plan(odd) != digest_plan(here)
+
+
 @given(plans, plans)
 def test_plans_that_differ_have_other_digests_and_what_differs_is_said(
     one: dict[str, Any], other: dict[str, Any]
