@@ -182,6 +182,32 @@ def test_a_rank_that_joins_has_bit_for_bit_what_the_donors_have(
     assert hash_tensors(model.tensors) == members[0].hashes[model.applied]
 
 
+@pytest.mark.parametrize("late", [-1, 1])
+def test_a_step_in_the_place_of_another_one_is_not_applied(
+    make_member: Callable[..., Member], late: int
+) -> None:
+    member, model = make_member(), Model()
+    said = order(member)
+    member.donor.open(said)
+    found: list[Follower] = []
+    thread = threading.Thread(target=lambda: found.append(follow(said, model)), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        member.step()
+    while not any(one.follows for one in member.donor._sessions):
+        member.step()
+    follower, step = found[0], member.model.applied
+    state, part = follower.take_state()
+    model.become(state, part.step, part.epoch)
+    while model.applied < step:
+        assert follower.take_step([model.flat], PATIENCE_S) is not None
+        model.update()
+    member.donor.release(step + late, 0)
+    with pytest.raises(Lost, match=f"step {step + late} came in the place of step {step}"):
+        follower.take_step([model.flat], PATIENCE_S)
+    follower.close()
+
+
 def test_a_port_listens_only_while_a_join_is_under_way(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -470,6 +470,8 @@ class Follower:
             raise Lost(f"a donor cannot be followed: {error}") from None
         self._row = self._read_row()
         """What is read now; what comes after it waits at the donors, within their bounds."""
+        self._next = "state", self._step
+        """What the row has to be."""
 
     def _connect(self, order: FollowWorld) -> None:
         """Connect to all donors at once; leave out those that cannot be reached.
@@ -528,6 +530,7 @@ class Follower:
                 raise Lost("the members' steps are too short")
             if busy:
                 time.sleep(_BUSY_S)
+        self._step = step
         for connection in connections:
             connection.stream.settimeout(None)
 
@@ -597,6 +600,10 @@ class Follower:
         self.bytes += sum(part.skeleton + sum(part.sizes) for part in parts)
         if len({(part.kind, part.step, part.epoch, part.settings) for part in parts}) > 1:
             raise Lost(f"{parts[0].kind} {parts[0].step} was reduced in two epochs")
+        kind, step = parts[0].kind, parts[0].step
+        if (kind, step) != self._next:
+            raise Lost(f"{kind} {step} came in the place of {' '.join(map(str, self._next))}")
+        self._next = "step", step + (kind == "step")
         self._row = self._read_row()
         return pieces
 
