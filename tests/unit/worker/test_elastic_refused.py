@@ -1,6 +1,7 @@
 """What members could not have in common is refused by name, before the first update."""
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import perdure.elastic
 from perdure.model.errors import ConfigError
-from perdure.worker.elastic import open_trainer
+from perdure.worker.elastic import open_pipeline_trainer, open_trainer
 from perdure.worker.elastic.state.blocks import StagedReplica
 from perdure.worker.elastic.state.replicated import BufferGuard, Replica, ReplicatedState
 from perdure.worker.pipeline.stage import Pass, _take_gradients
@@ -45,6 +46,24 @@ def train(model: nn.Module, steps: int = 8, parameters: Any = None, **more: Any)
         return model(torch.full((2, 1), step + number + 1.0)).sum()
 
     trainer = open_trainer(model, optimizer, compute, micro_batches=2, **more)
+    return [step.step for step in trainer.steps(steps)]
+
+
+def train_stages(*blocks: nn.Module, steps: int = 8, recompute: bool = False) -> list[int]:
+    """Train `blocks` as a pipeline of one stage, alone."""
+
+    def load(step: int, number: int) -> tuple[Tensor, Tensor]:
+        return torch.full((2, 1), step + number + 1.0), torch.zeros(2, 1)
+
+    trainer = open_pipeline_trainer(
+        blocks,
+        lambda ps: torch.optim.SGD(ps, lr=0.001),
+        load,
+        nn.functional.mse_loss,
+        stages=1,
+        micro_batches=2,
+        recompute=recompute,
+    )
     return [step.step for step in trainer.steps(steps)]
 
 
@@ -300,6 +319,7 @@ class Kept(nn.Module):
         self.heat, self.rows, self.newest = 1.0, [0.0], None
         self.table, self.generator = np.zeros(1), np.random.default_rng(1)
         self.inner, self.slotted = Inner(), Slotted()
+        self.calls, self.seen, self.average, self.means = 0, 0.0, 0.0, list[float]()
 
     def forward(self, x: Tensor) -> Tensor:
         self.by(self, float(x.mean()))
@@ -347,6 +367,70 @@ def test_a_plain_attribute_that_a_pass_alters_and_needs_is_named(name: str) -> N
     with pytest.raises(ConfigError, match=f"alters the attribute {name}"):
         train(model)
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+def count(book: Kept, mean: float) -> None:
+    book.calls += 1
+
+
+COUNTED: dict[str, Callable[[Kept, float], object]] = {
+    "calls": count,
+    "seen": lambda book, mean: setattr(book, "seen", time.monotonic()),
+    "means": lambda book, mean: book.means.append(mean),
+    "average": lambda book, mean: setattr(book, "average", 0.9 * book.average + mean),
+}
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_number_that_nothing_depends_on_is_named_and_trains_on(
+    name: str, stages: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Kept(COUNTED[name])
+    if stages:
+        assert train_stages(model) == list(range(8))
+    else:
+        assert train(model) == list(range(8))
+    said = capfd.readouterr().err
+    assert said.count(f"{name} in common: passes alter it") == 1
+    assert len(model.means) + model.calls in (0, 16), "it is what the passes of the steps made it"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_stage_names_a_plain_attribute_that_a_pass_alters_and_needs(
+    name: str, recompute: bool
+) -> None:
+    with pytest.raises(ConfigError, match=rf"alters the attribute [\w. ]*{name}"):
+        train_stages(Kept(PLAIN[name]), recompute=recompute)
+
+
+def test_a_number_that_a_later_pass_depends_on_is_named_when_it_does() -> None:
+    def warm_up(book: Kept, mean: float) -> None:
+        book.calls += 1
+        if book.calls > 5:
+            book.heat = 0.5
+
+    with pytest.raises(ConfigError, match="alters the attribute heat or calls"):
+        train(Kept(warm_up))
+
+
+def test_steps_without_a_pass_here_are_not_the_first_ones() -> None:
+    """Where there are fewer micro-batches than members, one may pass nothing for a while."""
+    model = Kept(PLAIN["heat"])
+    replica = Replica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = ReplicatedState(
+        replica, lambda step, number: model(torch.ones(2, 1)).mean(), count=1, seed=0, exact=False
+    )
+    for _ in range(6):
+        state.begin_step()
+        state.check_step()
+        replica.guard.forget()
+    state.begin_step()
+    state.work.recompute(0, 0)
+    state.work.done.append(0)
+    with pytest.raises(ConfigError, match="alters the attribute heat"):
+        state.check_step()
 
 
 def test_an_attribute_that_a_pass_only_notes_does_no_harm() -> None:

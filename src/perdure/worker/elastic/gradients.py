@@ -107,8 +107,8 @@ def plan_sends(owner: Mapping[int, int], count: int) -> list[tuple[Node, int]]:
     return sorted(found, key=lambda pair: leaves_of(pair[0], count).start)
 
 
-VOTES = 2
-"""For a checkpoint on disk, and for a snapshot in memory."""
+VOTES = 3
+"""For a checkpoint on disk, for a snapshot in memory, and to pass a micro-batch again together."""
 
 
 class Numbers(NamedTuple):

@@ -285,6 +285,7 @@ class Trainer:
         state = self.state
         state.ready = self._make_line()
         state.work.tally.mine.votes[1] = state.snapshots.vote()
+        state.work.tally.mine.votes[2] = float(state.wants_rerun())
         state.work.tally.send(state.applied, group)
         group.wait()
 
@@ -303,7 +304,7 @@ class Trainer:
             self._progress.repeat()
         sums = state.work.tally.read(step)
         losses: list[float] = sums.losses.tolist()
-        checkpoint, snapshot = sums.votes.tolist()
+        checkpoint, snapshot, _ = sums.votes.tolist()
         self._saving.agreed = checkpoint > 0.0
         self._steering.save_if_due(step, group)
         state.update(source)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.worker.data import derive_seed, seed_all
+from perdure.worker.elastic.moving import map_tensors
 from perdure.worker.pipeline.messages import list_tensors
 
 Loss = Callable[[Any, Any], Tensor]
@@ -57,9 +58,12 @@ class StageBlocks:
         """Of the last stage: part of its last piece."""
         self.apart = False
         """Each block is a piece, also without recompute: sums are then made in one order."""
+        self.taken: tuple[Any, Pass] | None = None
+        """What the newest forward took."""
 
     def forward(self, value: Any, kept: Pass, *, grads: bool) -> Any:
         """Return what the blocks make of `value`; with `grads`, it is leaves of a graph."""
+        self.taken = value, Pass(kept.step, kept.micro_batch, kept.target)
         for at, piece in enumerate(self._pieces()):
             leaves = make_leaves(value, trained=kept.trained) if grads else value
             grads = True
@@ -68,6 +72,14 @@ class StageBlocks:
             with torch.set_grad_enabled(not self.recompute):
                 value = self._compute(at, leaves, kept)
             kept.runs.append((leaves, None if self.recompute else value))
+        return value
+
+    def forward_again(self) -> Any:
+        """Return what the blocks make of what they took last; it stays as it is."""
+        assert self.taken is not None
+        value, kept = map_tensors(self.taken[0], Tensor.clone), self.taken[1]
+        for at in range(len(self._pieces())):
+            value = self._compute(at, value, kept)
         return value
 
     def mark_differing(self, value: Any, kept: Pass) -> list[bool]:

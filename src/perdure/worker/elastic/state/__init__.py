@@ -92,6 +92,10 @@ class State(Protocol):
     def begin_step(self) -> None:
         """Be ready for the passes of a step."""
 
+    def wants_rerun(self) -> bool:
+        """Return whether all members are to pass a micro-batch again, which they do together."""
+        return False
+
     def check_step(self) -> None:
         """Refuse a model whose members would differ after the step that was reduced.
 
@@ -256,7 +260,7 @@ class PartState(State):
         Raises:
             ConfigError: it is such a one.
         """
-        self.replica.guard.check()
+        self.check_passes()
         mine = set(self.work.buckets.params)
         for parameter, (name, _) in self.replica.trained_first.items():
             if parameter.grad is not None and parameter not in mine:
@@ -266,6 +270,9 @@ class PartState(State):
                     hint="have blocks compute what the loss needs of their parameters, or train "
                     "the model replicated",
                 )
+
+    def check_passes(self) -> None:
+        """Refuse a model that alters its buffers, or attributes that its passes need."""
 
     def update(self, source: Source) -> None:
         """Apply the gradients of this member's part."""

@@ -52,7 +52,10 @@ from perdure.worker.elastic.moving import (
 )
 from perdure.worker.elastic.snapshots import Snapshots
 from perdure.worker.elastic.state import At, Followed, Source, Taken, read_settings
+from perdure.worker.system.stderr import say
 
+Rerun = Callable[[], Any]
+"""Passes a micro-batch again, or this member's part of it; returns what comes of it."""
 AfterUpdate = Callable[[nn.Module], object]
 """Part of an update: alters the model alike on every member, and on a rank that follows them."""
 
@@ -403,11 +406,16 @@ class BufferGuard:
         """Forget what was noted: an update was made in the place of the step under way."""
         self._before = None
 
-    def check(self, rerun: Callable[[], Tensor] | None = None) -> None:
+    def has_altered(self) -> bool:
+        """Return whether the passes since `note` have altered plain attributes."""
+        return bool(self._list_altered(self._attributes))
+
+    def check(self, rerun: Rerun | None = None, *, together: bool = False) -> None:
         """Refuse the model if the passes since `note` have altered a buffer that is state.
 
         A persistent buffer is state. Another one is none if `rerun`, which passes a micro-batch
         again, gives the same loss and leaves the same bytes: then it follows from the input alone.
+        Members that pass `together` do so for attributes alone, if any of them has altered some.
 
         Raises:
             ConfigError: such a state would depend on which rank computed which micro-batch.
@@ -416,7 +424,8 @@ class BufferGuard:
         if before is None:
             return
         self._check_parameters()
-        self._check_attributes(rerun)
+        self._check_attributes(rerun, together=together)
+        rerun = None if together else rerun
         if self._steps < _FIRST_STEPS:
             self._places = list_buffers(self._model)
         self._steps += 1
@@ -458,36 +467,53 @@ class BufferGuard:
             for name, p in self._parameters.items()
         }
 
-    def _check_attributes(self, rerun: Callable[[], Tensor] | None) -> None:
+    def _check_attributes(self, rerun: Rerun | None, *, together: bool) -> None:
         """Refuse the model if its passes depend on a plain attribute that they alter.
+
+        A number that alters nothing so far, such as a counter or a time, is named once. It is
+        looked at again, because a later pass may depend on it. A tensor, an array, or a generator
+        with another content is refused.
 
         Raises:
             ConfigError: each member would have another value.
         """
         before, self._attributes = self._attributes, {}
         altered = self._list_altered(before)
-        if not altered:
+        if rerun is None or not (altered or together):
             return
-        if rerun is None:  # What is no number is most often the result of a pass.
-            state = [key for key in altered if not _is_result(before[key[0]].get(key[1]))]
-        else:
-            results = []
-            for kept in (False, True):  # First with what the passes left.
-                if kept:
-                    self._put_back(before, altered)
-                with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-                    loss = rerun()
-                results.append([_describe(loss), *self._hash_attributes(altered)])
-            differs = [one != two for one, two in zip(*results, strict=True)]
-            state = [key for key, differ in zip(altered, differs[1:], strict=True) if differ]
-            state = state or (altered if differs[0] else [])
-        self.harmless |= {f"model.{path}.{name}".replace("..", ".") for path, name in altered}
+        left, results = self._read_attributes() if altered else {}, []
+        for kept in (False, True):  # First with what the passes left.
+            if kept:
+                self._put_back(before, altered)
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+                made = _describe_all(rerun())
+            results.append([made, *self._hash_attributes(altered)])
+        differs = [one != two for one, two in zip(*results, strict=True)]
+        state = [key for key, differ in zip(altered, differs[1:], strict=True) if differ]
+        if not differs[0]:
+            numbers = [key for key in state if _is_number(left[key[0]].get(key[1]))]
+            self._put_back(left, numbers)
+            state = [key for key in state if key not in numbers]
+            self._name(numbers)
+        elif altered:
+            state = state or altered
+        self.harmless |= {_name_attribute(*key) for key in altered}
         if state:
-            name = ".".join(filter(None, state[0]))
+            names = " or ".join(".".join(filter(None, key)) for key in state)
             raise ConfigError(
-                f"elastic: the forward pass alters the attribute {name}, which ranks would then "
-                "not have in common",
+                f"elastic: the forward pass alters the attribute {names}, which ranks would "
+                "then not have in common",
                 hint="alter it in after_update=, which every member calls alike",
+            )
+
+    def _name(self, numbers: Sequence[tuple[str, str]]) -> None:
+        """Name the attributes that members do not have in common, each once."""
+        names = [_name_attribute(*key) for key in numbers]
+        fresh = [name for name in names if name not in self.harmless]
+        if fresh:
+            say(
+                f"elastic: members do not have {', '.join(fresh[:5])} in common: passes alter it, "
+                "and no result depends on it so far. If one is to, alter it in after_update="
             )
 
     def _list_holders(self) -> dict[str, Any]:
@@ -510,10 +536,10 @@ class BufferGuard:
         return [
             (path, name)
             for path, found in self._read_attributes().items()
-            for name, (now, _) in found.items()
-            if now != before.get(path, {}).get(name, (b"",))[0]
-            and f"model.{path}.{name}".replace("..", ".") not in self.harmless
+            for name, kept in found.items()
+            if kept[0] != before.get(path, {}).get(name, (b"",))[0]
             and path in before
+            and (_is_number(kept) or _name_attribute(path, name) not in self.harmless)
         ]
 
     def _put_back(self, before: dict[str, dict[str, Any]], altered: list[tuple[str, str]]) -> None:
@@ -521,16 +547,17 @@ class BufferGuard:
         for path, name in altered:
             owner = owners[path]
             if name in before[path]:
-                value = unpack(before[path][name][1], read_vars(owner)[name], "cpu")
+                live = read_vars(owner).get(name)
+                value = unpack(before[path][name][1], live, find_device(self._model))
                 object.__setattr__(owner, name, value)
-            else:
+            elif name in read_vars(owner):
                 object.__delattr__(owner, name)
 
     def _hash_attributes(self, names: list[tuple[str, str]]) -> list[bytes]:
         owners = self._list_holders()
         return [hash_plain(read_vars(owners[p]).get(n), places=False) for p, n in names]
 
-    def _is_harmless(self, altered: Sequence["Place"], rerun: Callable[[], Tensor] | None) -> bool:
+    def _is_harmless(self, altered: Sequence["Place"], rerun: Rerun | None) -> bool:
         if rerun is None:  # Members that gather from each other cannot pass one alone.
             return self._steps > _FIRST_STEPS
         results = []
@@ -539,8 +566,8 @@ class BufferGuard:
                 if place.name in kept:
                     place.owner[place.key] = kept[place.name]
             with torch.no_grad():
-                loss = rerun()
-            results.append([_describe(loss), *(_describe(place.value) for place in altered)])
+                made = _describe_all(rerun())
+            results.append([made, *(_describe(place.value) for place in altered)])
         return bool(results[0] == results[1])
 
     def _read(self) -> dict[str, Any]:
@@ -601,9 +628,20 @@ def _same(value: Any) -> Any:
     return value.copy() if hasattr(value, "dtype") else value
 
 
-def _is_result(kept: Any) -> bool:
-    """Return whether an attribute was nothing, or a tensor."""
-    return kept is None or kept[1] is None or (type(kept[1]) is tuple and kept[1][0] == "tensor")
+def _describe_all(made: Any) -> list[Any]:
+    return [_describe(tensor) for tensor in collect_tensors(made)]
+
+
+def _name_attribute(path: str, name: str) -> str:
+    return f"model.{path}.{name}".replace("..", ".")
+
+
+def _is_number(kept: tuple[bytes, Any] | None) -> bool:
+    """Return whether an attribute is a number or a word, or a container of these."""
+    if kept is None:
+        return False
+    generator = type(kept[1]) is tuple and kept[1][0] == "generator"
+    return not generator and not has_array(kept[1])
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -675,9 +713,9 @@ class ReplicatedState(Followed):
 
     def check_step(self) -> None:
         """Refuse a model whose members would differ after this step."""
-        done = self.work.done
-        rerun = functools.partial(self.work.recompute, self.applied, done[-1]) if done else None
-        self.replica.guard.check(rerun)
+        if done := self.work.done:
+            rerun = functools.partial(self.work.recompute, self.applied, done[-1])
+            self.replica.guard.check(rerun)
         self.replica.check_parameters(self.work.buckets.params)
 
     def _fit(self) -> None:

@@ -600,6 +600,20 @@ class ShardedState(PartState):
         self.replica.follow_script()
         super().begin_step()
 
+    def wants_rerun(self) -> bool:
+        """Return whether passes here have altered attributes: members gather from each other."""
+        return self.replica.guard.has_altered()
+
+    def check_passes(self) -> None:
+        """Pass a micro-batch again beside the other members, if any of them wants it."""
+        guard, model, rerun = self.replica.guard, self.replica.model, None
+        if self.work.tally.read(self.applied).votes[2] > 0:
+            number = self.work.done[-1] if self.work.done else 0
+            rerun = functools.partial(self.work.recompute, self.applied, number)
+        guard.check(rerun, together=True)
+        if rerun is not None and isinstance(model, FSDPModule):
+            model.reshard()  # A pass without a backward leaves the outermost gathered.
+
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.backward(loss, counts)
 

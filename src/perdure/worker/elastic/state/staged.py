@@ -101,6 +101,7 @@ class Passing(Work):
         """An undisturbed step's."""
         self._passes: Passes | None = None
         self._runner: Runner | None = None
+        self._parts: list[StageBlocks] = []
         self._todo: set[int] = set()
         self._note_work: Callable[[], object] = lambda: None
         self._armed = False
@@ -150,7 +151,7 @@ class Passing(Work):
         if passes is self._passes:
             return
         self._passes, blocks = passes, self._replica.blocks
-        parts = [
+        self._parts = parts = [
             StageBlocks(stage, blocks[first:stop], first, recompute=self._recompute)
             for stage, (first, stop) in self._list_stages()
         ]
@@ -166,6 +167,20 @@ class Passing(Work):
             device=self._device,
         )
         self._runner.before = self._watch
+
+    def has_passed(self) -> bool:
+        """Return whether all of this member's blocks have passed something in this step."""
+        return all(part.taken for part in self._parts)
+
+    def recompute(self) -> list[Any]:
+        """Return what the blocks make of what each stage took last, once more."""
+        return [part.forward_again() for part in self._parts]
+
+    def clear(self) -> None:
+        """Begin a step of which nothing is done."""
+        super().clear()
+        for part in self._parts:
+            part.taken = None
 
     def _list_stages(self) -> list[tuple[int, Section]]:
         """Return the stages of this member, and the blocks of each."""
@@ -363,6 +378,11 @@ class StagedState(PartState, Followed):
         norms = self.work.tally.read(self.applied).more
         self.replica.norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
         super().update(source)
+
+    def check_passes(self) -> None:
+        """Pass this member's blocks again, on the input that they took last."""
+        if self.work.has_passed():
+            self.replica.guard.check(self.work.recompute)
 
     # --- the world ----------------------------------------------------------------------------
 
