@@ -7,13 +7,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 from tests.waiting import PATIENCE_S
 from torch import nn
 
 from perdure.model.errors import PlatformError
+from perdure.worker.checkpoint.attributes import pack
 from perdure.worker.elastic import comparing
-from perdure.worker.elastic.comparing import Comparison, find_odd
+from perdure.worker.elastic.comparing import NAMED, Comparison, find_odd, hash_attributes
 from perdure.worker.elastic.group import Broken, read_keys
 from perdure.worker.elastic.state.replicated import Replica
 
@@ -123,6 +125,24 @@ def test_members_of_other_processors_may_round_differently_and_train_on(
     assert "rank 2 (AVX512) and rank 0 (AVX2) round differently" in capfd.readouterr().err
     said = compare_all([make_units(0), make_units(1, b=other), make_units(2, b=other)])
     assert all("model.b of rank 1 is not that of rank 0" in one for one in said)
+
+
+def test_attributes_that_differ_are_named_and_training_goes_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """An evaluation on one rank may have left them there."""
+    for other in (np.ones(2), torch.ones(2), 7):
+        units = [
+            {"": {}, f"{NAMED} of block 0": hash_attributes({"model.0": {"table": pack(value)}})}
+            for value in (np.zeros(2), np.zeros(2), other)
+        ]
+        assert compare_all(units) == [""] * 3
+        said = capfd.readouterr().err
+        assert said.count("do not have model.0.table in common (of rank 2, and of rank 0)") == 1
+    units = [{f"{NAMED} of block 0": {}} for _ in range(3)]
+    units[2][f"{NAMED} of block 0"] = hash_attributes({"model.0": {"mask": pack(torch.ones(1))}})
+    assert compare_all(units) == [""] * 3
+    assert "in common" not in capfd.readouterr().err, "only one of them has it"
 
 
 def test_an_object_with_an_address_is_no_difference() -> None:

@@ -2,6 +2,8 @@
 
 import pickle
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
-from perdure.plan.elastic.stages import Section
+from perdure.plan.elastic.stages import Model, Section, choose_balanced
+from perdure.worker.elastic.comparing import hash_state
 from perdure.worker.elastic.gradients import Accumulation, Buckets
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.moving import map_tensors
 from perdure.worker.elastic.state import load_plain
 from perdure.worker.elastic.state.blocks import StagedReplica
 from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.state.sharded import ShardedReplica
+from perdure.worker.elastic.state.staged import StagedState
+from perdure.worker.elastic.trainer import Trainer
 
 pytestmark = pytest.mark.torch
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -27,6 +34,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.heat, self.table = nn.Linear(2, 2), 1.0, torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.heat
 
 
 def make_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -66,20 +76,83 @@ def test_a_stage_takes_over_attributes_and_flags() -> None:
 
 
 def test_members_have_the_tensors_that_a_script_drew_at_random() -> None:
-    """Random features without a common seed, as a plain attribute; a number is each rank's own."""
+    """Random features without a common seed, as a plain attribute."""
     one, other = Block(), Block()
-    one.table, one.heat = torch.ones(2), 0.5
+    one.table = torch.ones(2)
     first, second = (Replica(block, make_sgd(block.parameters())) for block in (one, other))
-    second.load(first.state())
-    arrays = [replica.list_compared()["attributes"].get("model", {}) for replica in (first, second)]
-    assert "table" not in arrays[0].keys() | arrays[1].keys(), "only one of them has changed it"
+    second.load(map_tensors(first.state(), Tensor.clone))
+    assert hash_state(first.list_compared()) == hash_state(second.list_compared())
+    assert hash_state(first.list_named()) == hash_state(second.list_named())
     assert torch.equal(other.table, torch.ones(2))
-    assert other.heat == 1.0
+    other.table[0] = 5.0
+    assert hash_state(first.list_named()) != hash_state(second.list_named())
     staged = StagedReplica([one], make_sgd)
     fresh = StagedReplica([Block()], make_sgd)
     load_plain(fresh.model, staged.plain())
     one.table.zero_()  # As a later snapshot does with the memory of an earlier one.
     assert torch.equal(fresh.blocks[0].table, torch.ones(2))
+
+
+def test_a_newcomer_takes_fractions_over_and_keeps_a_rank_s_number() -> None:
+    """Its script was edited: a fraction that differs would give other gradients."""
+    one, other = Block(), Block()
+    one.rank, other.rank, other.heat = 0, 3, 0.2
+    first, second = (Replica(block, make_sgd(block.parameters())) for block in (one, other))
+    second.load(map_tensors(first.state(), Tensor.clone))
+    assert (other.heat, other.rank) == (1.0, 3)
+    assert hash_state(first.list_compared()) == hash_state(second.list_compared())
+    one.heat = 0.5  # By `on_step`, which the other does not call while it follows.
+    states = [
+        ReplicatedState(r, lambda *_: torch.zeros(()), count=1, seed=0, exact=False)
+        for r in (first, second)
+    ]
+    assert states[0].hash_settings() != states[1].hash_settings()
+    third = Block()
+    third.rank, third.heat = 3, 0.2
+    fresh = StagedReplica([third], make_sgd)
+    fresh.adopt((Section(0, 1),), {}, StagedReplica([one], make_sgd).plain())
+    assert (third.heat, third.rank) == (0.5, 3)
+
+
+def stage(block: Block, memory: Path | None = None) -> StagedState:
+    replica = StagedReplica([block], make_sgd)
+    return StagedState(
+        replica,
+        lambda step, number: (torch.ones(1, 2), torch.zeros(1, 2)),
+        lambda output, target: (output - target).square().mean(),
+        me=0,
+        count=1,
+        seed=0,
+        exact=False,
+        choose=partial(choose_balanced, Model(replica.weights, replica.sizes, 1)),
+        snapshot_every=2,
+        memory=memory,
+    )
+
+
+def alter(replica: Any, block: Block) -> None:
+    """Have a pass alter a number that no result depends on."""
+    replica.guard.note()
+    block.heat = 0.5
+    replica.guard.check(lambda: torch.zeros(1))
+
+
+def test_a_rank_that_follows_a_stage_has_no_part_in_what_passes_leave_behind() -> None:
+    blocks = Block(), Block()
+    donor, follower = map(stage, blocks)
+    alter(donor.replica, blocks[0])
+    follower.become(map_tensors(donor.replica.state(), Tensor.clone), 4, 1)
+    assert blocks[1].heat == 1.0
+    assert follower.hash_settings() == donor.hash_settings()
+
+
+def test_a_member_that_takes_the_state_again_keeps_what_passes_leave_behind_apart() -> None:
+    blocks = Block(), Block()
+    first, second = (Replica(block, make_sgd(block.parameters())) for block in blocks)
+    alter(second, blocks[1])
+    second.load(map_tensors(first.state(), Tensor.clone))
+    blocks[1].heat = 0.25
+    assert hash_state(first.list_compared()) == hash_state(second.list_compared())
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,17 @@ def read_changed(
     return found
 
 
-def read_common(owners: dict[str, Any], born: dict[str, Born]) -> dict[str, dict[str, Any]]:
-    """Return the attributes that have changed, and all tensors and arrays.
+def read_common(
+    owners: dict[str, Any], born: dict[str, Born], kinds: tuple[type, ...] = (float,)
+) -> dict[str, dict[str, Any]]:
+    """Return the attributes that have changed, and all tensors, arrays, and values of `kinds`.
 
-    A script may draw the latter at random, without a seed that all ranks have in common.
+    A script may draw these at random, without a seed that all ranks have in common, or was edited.
+    A whole number, a flag, or a word may be the rank's own.
     """
     found = read_changed(owners, born)
     for path, values in read_changed(owners, {}).items():
-        drawn = {name: value for name, value in values.items() if has_array(value)}
+        drawn = {k: one for k, one in values.items() if type(one) in kinds or has_array(one)}
         if drawn:
             found[path] = drawn | found.get(path, {})
     return found

@@ -196,13 +196,22 @@ class Registry:
         """Return the plain attributes that have changed since their owners were registered."""
         return read_changed(self._list_owners(), self.born, placed=placed)
 
-    def read_common(self) -> dict[str, dict[str, Any]]:
-        """Return these, and all tensors and arrays that are plain attributes."""
-        return read_common(self._list_owners(), self.born)
+    def read_common(self, kinds: tuple[type, ...] = (float,)) -> dict[str, dict[str, Any]]:
+        """Return these, and all tensors, arrays, and values of `kinds`."""
+        return read_common(self._list_owners(), self.born, kinds)
 
     def load_attributes(self, saved: dict[str, dict[str, Any]], only: str = "") -> None:
         """Put such attributes back."""
         load_attributes(self._list_owners(only), saved)
+
+    def note_unchanged(
+        self, saved: dict[str, dict[str, Any]], changed: dict[str, list[str]]
+    ) -> None:
+        """Note that of the attributes that were put back only `changed` ones have changed."""
+        now = note_attributes(self._list_owners())
+        for path, values in saved.items():
+            fresh = (values.keys() & now.get(path, {}).keys()) - set(changed.get(path, ()))
+            self.born.setdefault(path, {}).update({name: now[path][name] for name in fresh})
 
     def list_kept(self) -> tuple[dict[str, Any], set[int], list[str]]:
         """Return objects whose plain attributes are saved, by path; ids of all that is saved.

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
+from perdure.worker.checkpoint.attributes import NotPlainError, hash_plain
 from perdure.worker.elastic.apart import Broken, start
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import hash_tensors
@@ -35,6 +36,12 @@ EVERY = 100
 _LOOK_S = 0.005
 _KIND = "kind"
 """Key of the member's kind of processor. Units begin with no such word."""
+
+NAMED = "attributes"
+"""A unit that begins like this has hashes of attributes that may differ. The output names them.
+
+A rank's number is its own, and an evaluation on one rank may have left something in the model.
+"""
 
 Units = Mapping[str, Any]
 """Name of a unit -> nested dicts and lists of tensors and plain values."""
@@ -52,13 +59,14 @@ class Comparison:
         self._hashing: Future[Hashes] | None = None
         self._first = self._compared = -1
         """The first step of this world, and the newest whose state was compared in it."""
-        self._told = False
-        """This world has reported that kinds of processors differ."""
+        self._told = set[str]()
+        """What this world has reported: that kinds of processors differ, or attributes of a unit.
+        """
 
     def begin(self, step: int, group: Group) -> None:
         """Begin to hash the state of `step`, if this world is to compare it."""
         if group is not self._group:
-            self._first, self._compared, self._told = step, -1, False
+            self._first, self._compared, self._told = step, -1, set()
         self._group, self._hashing = group, None
         due = step - self._first <= 1 or step % EVERY == 0
         if len(group.members) > 1 and due and self._compared != step:
@@ -78,10 +86,10 @@ class Comparison:
         while not wait([hashing], _LOOK_S).done:
             if group.overtaken():
                 raise Broken("a newer epoch was ordered")
-        apart = compare(hashing.result(), step, group)
-        if apart and not self._told:
-            say(apart)
-        self._told = self._told or bool(apart)
+        found = compare(hashing.result(), step, group)
+        for unit in found.keys() - self._told:
+            say(found[unit])
+        self._told |= found.keys()
         self._compared = step
 
     def _start(self) -> Future[Hashes]:
@@ -89,10 +97,11 @@ class Comparison:
         return start(lambda: hash_leaves(leaves), "perdure-compare")
 
 
-def compare(mine: Hashes, step: int, group: Group) -> str:
+def compare(mine: Hashes, step: int, group: Group) -> dict[str, str]:
     """Compare the hashes of all members of `group`.
 
-    Return what this member has to say: that members of different kinds differ. Empty: nothing.
+    Return what this member has to say, by unit: attributes that differ, or "kind": that members of
+    different kinds differ.
 
     Raises:
         Broken: a newer epoch was ordered first.
@@ -106,25 +115,34 @@ def compare(mine: Hashes, step: int, group: Group) -> str:
     store.set(f"state/{step}/{me}", encode(sums | {_KIND: describe_processor()}))
     told = _read(group, [f"state/{step}/{member}" for member in group.members])
     kinds = {member: one.pop(_KIND, "") for member, one in told.items()}
-    apart = ""
+    said: dict[str, str] = {}
     for unit in sorted({unit for one in told.values() for unit in one}):
         of = {member: one[unit] for member, one in told.items() if unit in one}
         if len(set(of.values())) == 1:
             continue
         alike = [{m: one for m, one in of.items() if kinds[m] == kind} for kind in kinds.values()]
         wrong = next((ones for ones in alike if len(set(ones.values())) > 1), None)
+        odd, other = find_odd(wrong or of)
+        named = unit.startswith(NAMED)
         if wrong is None:
-            odd, other = find_odd(of)
-            if me == other:
-                apart = (
+            if me == other and not named:
+                said[_KIND] = (
                     f"elastic: rank {odd} ({kinds[odd]}) and rank {other} ({kinds[other]}) round "
                     f"differently: their states differ before step {step}"
                 )
             continue
-        odd, other = find_odd(wrong)
         if me in (odd, other):
             store.set(f"state/{step}/{me}/{unit}", encode(mine[unit]))
         found = _read(group, [f"state/{step}/{member}/{unit}" for member in (odd, other)])
+        if named:
+            names = find_apart(found[odd], found[other])
+            if me == other and names:
+                said[unit] = (
+                    f"elastic: members do not have {', '.join(names[:3])} in common (of rank {odd},"
+                    f" and of rank {me}). If a pass uses it, the script has to give it the same "
+                    "value on every rank"
+                )
+            continue
         what = find_first(found[odd], found[other])
         store.set(f"state/{step}/{me}/told", "")
         with contextlib.suppress(
@@ -137,7 +155,7 @@ def compare(mine: Hashes, step: int, group: Group) -> str:
             hint="on_step may only read the state: alter it in after_update=; all members go on "
             "from the newest checkpoint, on which they agreed",
         )
-    return apart
+    return said
 
 
 def describe_processor() -> str:
@@ -170,6 +188,21 @@ def find_first(mine: Mapping[str, str], its: Mapping[str, str]) -> str:
     return next(path for path in [*its, *mine] if mine.get(path) != its.get(path))
 
 
+def find_apart(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:
+    """Return the paths that both have, and whose hashes differ."""
+    return [path for path in mine if its.get(path, mine[path]) != mine[path]]
+
+
+def hash_attributes(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a hash of each attribute, as it is before the passes of the step."""
+    return {f"{p}.{name}": hash_state(v) for p, one in found.items() for name, v in one.items()}
+
+
+def hash_state(value: Any) -> str:
+    """Return a hash of nested dicts and lists of tensors and plain values."""
+    return xxhash.xxh3_64_hexdigest(repr([(p, _hash(v)) for p, v in _list_leaves(value)]).encode())
+
+
 def hash_leaves(leaves: Mapping[str, list[tuple[str, Any]]]) -> Hashes:
     """Return the hash of each leaf, by unit and path."""
     return {unit: {path: _hash(value) for path, value in found} for unit, found in leaves.items()}
@@ -200,4 +233,6 @@ def _hash(value: Any) -> str:
         return repr(value)
     if isinstance(value, int | float):
         return repr(float(value))
+    with contextlib.suppress(NotPlainError):
+        return hash_plain(value, places=False).hex()
     return type(value).__name__

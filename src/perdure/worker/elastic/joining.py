@@ -723,7 +723,7 @@ class CatchUp:
             return False
         if part.settings != state.hash_settings():
             state.applied = FRESH
-            raise Lost("the optimizer's settings are not the members'")
+            raise Lost("the optimizer's settings, or attributes of the model, are not the members'")
         state.ready = part.epoch
         state.update("followed")
         return True

@@ -21,6 +21,7 @@ from perdure.plan.elastic.shards import ShardReformation
 from perdure.plan.elastic.stage_commit import StageReformation
 from perdure.worker.checkpoint.attributes import load_attributes
 from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.elastic.comparing import hash_state
 from perdure.worker.elastic.gradients import Work
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import check_sendable, map_tensors
@@ -209,9 +210,13 @@ class Followed(State, Protocol):
         """Return what the coming update is made of."""
 
     def hash_settings(self) -> str:
-        """Return a hash of all else that an update depends on: of the optimizer's settings."""
+        """Return a hash of all else that an update depends on, and of the attributes.
+
+        `on_step` may have changed an attribute, which whoever follows does not hear of.
+        """
         groups = read_settings(self.replica.optimizer, None)["groups"]
-        return xxhash.xxh3_64(repr(groups).encode()).hexdigest()
+        found = repr(groups), hash_state(self.replica.list_attributes())
+        return xxhash.xxh3_64(repr(found).encode()).hexdigest()
 
 
 class PartState(State):

@@ -142,11 +142,14 @@ class StagedReplica:
             state[name] |= self.optimizer.state.get(parameter, {})
         return state
 
-    def plain(self) -> dict[str, Any]:
-        """Return what every member has alike."""
-        attributes = read_common(self._modules, self._born)
+    def list_attributes(self, kinds: tuple[type, ...] = (float,)) -> dict[str, dict[str, Any]]:
+        """Return the attributes that every member has alike, and all values of `kinds`."""
+        return drop_harmless(read_common(self._modules, self._born, kinds), self.guard.harmless)
+
+    def plain(self, kinds: tuple[type, ...] = (float,)) -> dict[str, Any]:
+        """Return what every member has alike, and all attributes of `kinds`."""
         return read_settings(self.optimizer, self.scheduler) | {
-            "attributes": drop_harmless(attributes, self.guard.harmless),
+            "attributes": self.list_attributes(kinds),
             **read_flags(self.model),
         }
 
@@ -156,6 +159,7 @@ class StagedReplica:
             "runs": [list(run) for run in self.runs],
             "blocks": {b: self.state_of(b) for b in self.mine},
             "plain": self.plain(),
+            "harmless": sorted(self.guard.harmless),
         }
 
     def adopt(
@@ -317,7 +321,8 @@ class StageRegistry(Registry):
             entries = numbers.setdefault(name, {})
             if not isinstance(value, Tensor):
                 entries[key] = value
-        return {"stage": {"numbers": numbers, "kinds": kinds}, "plain": self._replica.plain()}
+        plain = self._replica.plain(())  # A number that is edited between two runs is the script's.
+        return {"stage": {"numbers": numbers, "kinds": kinds}, "plain": plain}
 
     def list_own(self, folder: Path) -> list[Path]:
         """Return the files of all stages."""

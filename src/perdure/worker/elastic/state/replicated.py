@@ -38,6 +38,7 @@ from perdure.worker.checkpoint.registry import (
     name_parameters,
     read_groups,
 )
+from perdure.worker.elastic.comparing import NAMED, hash_attributes
 from perdure.worker.elastic.gradients import BUCKET_BYTES, VOTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.moving import (
@@ -280,7 +281,17 @@ class Replica:
             "module": describe_module(self.model),
             "groups": read_groups(self.optimizer, self._name_parameters()),
             "attributes": drop_harmless(self.registry.read_common(), self.guard.harmless),
+            "changed": {path: list(one) for path, one in self.registry.read_attributes().items()},
+            "harmless": sorted(self.guard.harmless),
         }
+
+    def list_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that have changed since training began, on every member alike."""
+        return drop_harmless(self.registry.read_attributes(), self.guard.harmless)
+
+    def list_named(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that members should have alike, and may have otherwise."""
+        return drop_harmless(self.registry.read_common(OWN), self.guard.harmless)
 
     def list_compared(self) -> dict[str, Any]:
         """Return what has to be the same on every member, by names."""
@@ -290,10 +301,8 @@ class Replica:
             "model": dict(unwrap(self.model).named_parameters()),
             "attributes": {
                 path: {name: value for name, value in one.items() if not has_array(value)}
-                for path, one in drop_harmless(
-                    self.registry.read_attributes(), self.guard.harmless
-                ).items()
-            },  # Who was sent an array has changed it; who has drawn it has not.
+                for path, one in self.list_attributes().items()
+            },
             "buffers": {place.name: place.value for place in kept},
             "optimizer": {name: dict(self.optimizer.state.get(p, {})) for name, p in named},
             "settings": read_settings(self.optimizer, self.scheduler),
@@ -328,7 +337,10 @@ class Replica:
                 part.load_state_dict(state[name])
         self._load_entries(state["optimizer"].get("state", {}))
         self.registry.load_attributes(state["attributes"])
+        self.registry.note_unchanged(state["attributes"], state["changed"])
+        harmless = self.guard.harmless | set(state["harmless"])
         self.guard = BufferGuard(self.model)
+        self.guard.harmless |= harmless
 
     def _load_entries(self, state: dict[Any, Any]) -> None:
         """Put each parameter's moments back in their own type, and as the parameter lies.
@@ -644,6 +656,8 @@ def _is_number(kept: tuple[bytes, Any] | None) -> bool:
     return not generator and not has_array(kept[1])
 
 
+OWN = (int, bool)
+"""Kinds of attributes of which a rank may have its own value, such as its number."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 _EVERY = 100
 """Steps between two comparisons of attributes."""
@@ -790,8 +804,8 @@ class ReplicatedState(Followed):
         self.work.enter(plan.todo, kept, group.me, (group.me,))
 
     def list_units(self) -> dict[str, Any]:
-        """Return the whole state as one unit."""
-        return {"": self.replica.list_compared()}
+        """Return the whole state as one unit, and what may differ as another one."""
+        return {"": self.replica.list_compared(), NAMED: hash_attributes(self.replica.list_named())}
 
     # --- what outlives a loss -----------------------------------------------------------------
 

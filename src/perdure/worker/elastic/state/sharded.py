@@ -56,6 +56,7 @@ from perdure.plan.elastic.shards import (
     decide_shards,
 )
 from perdure.worker.checkpoint.attributes import note_attributes, read_common
+from perdure.worker.elastic.comparing import NAMED, hash_attributes
 from perdure.worker.elastic.gradients import BUCKET_BYTES, Accumulation, Buckets, Compute
 from perdure.worker.elastic.group import Group, ShardGroup
 from perdure.worker.elastic.membership import read_node_name
@@ -72,6 +73,7 @@ from perdure.worker.elastic.state import (
 )
 from perdure.worker.elastic.state.blocks import refuse_views
 from perdure.worker.elastic.state.replicated import (
+    OWN,
     AfterUpdate,
     BufferGuard,
     describe_groups,
@@ -359,8 +361,8 @@ class ShardedReplica:
                     parts[name][key] = _local(value)
         return parts
 
-    def plain(self) -> dict[str, Any]:
-        """Return what every member has alike, and which rows there are."""
+    def plain(self, kinds: tuple[type, ...] = (float,)) -> dict[str, Any]:
+        """Return what every member has alike, all attributes of `kinds`, and which rows it has."""
         model = self._initial
         if model is None:
             self.follow_script()
@@ -372,7 +374,7 @@ class ShardedReplica:
                 for name, entries in self.parts().items()
             },
         }
-        attributes = read_common(name_modules(model), self._born)
+        attributes = read_common(name_modules(model), self._born, kinds)
         plain["attributes"] = drop_harmless(attributes, self.guard.harmless)
         plain |= read_flags(model)
         if self._initial is None:
@@ -700,15 +702,15 @@ class ShardedState(PartState):
         self.replica.release()
 
     def list_units(self) -> dict[str, Any]:
-        """Return this member's rows, and what all members have alike."""
+        """Return this member's rows, what all members have alike, and what may differ."""
         replica = self.replica
         assert replica.shard is not None
         rows = f"rows {replica.shard.number} of {replica.shard.count}"
-        plain = replica.plain()
+        plain = replica.plain(OWN)
         kept = {place.name for place in list_buffers(replica.model) if not place.transient}
         plain["buffers"] = {n: b for n, b in plain["buffers"].items() if n in kept}
-        del plain["attributes"]
-        return {rows: {rows: replica.parts()}, "settings": plain}
+        named = plain.pop("attributes")
+        return {rows: {rows: replica.parts()}, "settings": plain, NAMED: hash_attributes(named)}
 
     # --- what outlives a loss -----------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from perdure.plan.elastic.stage_commit import (
 from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, list_blocks, remaining_layout
 from perdure.plan.worlds.measures import StageTimes, collect_times
+from perdure.worker.elastic.comparing import NAMED, hash_attributes
 from perdure.worker.elastic.gradients import (
     BUCKET_BYTES,
     Apart,
@@ -58,6 +59,7 @@ from perdure.worker.elastic.state.blocks import (
     StageRegistry,
     compute_norms,
 )
+from perdure.worker.elastic.state.replicated import OWN
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
 _EXECUTED_MAX = 64
@@ -522,12 +524,19 @@ class StagedState(PartState, Followed):
         return {**super().describe(plan), "shape": plan.layout.shape, **held, **moved}
 
     def list_units(self) -> dict[str, Any]:
-        """Return each block, and what all members of a stage have alike."""
+        """Return each block, what all members of a stage have alike, and what may differ."""
         replica = self.replica
         runs = " ".join(f"{first}-{stop}" for first, stop in replica.runs)
         blocks = {f"block {b}": {"block": {b: replica.state_of(b)}} for b in replica.mine}
-        plain = {k: v for k, v in replica.plain().items() if k != "attributes"}
-        return {**blocks, f"settings of blocks {runs}": {"settings": plain}}
+        plain = replica.plain(OWN)
+        attributes = plain.pop("attributes").items()
+        named = {
+            f"{NAMED} of block {b}": hash_attributes(
+                {p: v for p, v in attributes if f"{p}.".startswith(f"model.{b}.")}
+            )
+            for b in replica.mine
+        }
+        return {**blocks, f"settings of blocks {runs}": {"settings": plain}, **named}
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -579,6 +588,7 @@ class StagedState(PartState, Followed):
         self.replica.adopt(
             tuple(Section(*run) for run in state["runs"]), state["blocks"], state["plain"]
         )
+        self.replica.guard.harmless |= set(state["harmless"])
         self.work.fit()
         self.applied, self.line, self._has_section = step, line, True
 
