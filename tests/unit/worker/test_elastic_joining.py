@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from tests.waiting import PATIENCE_S
 from tests.waiting import wait_until as wait_for
 from torch import Tensor
@@ -24,11 +25,21 @@ from torch import Tensor
 from perdure.adapters.nats import make_shared_certificate
 from perdure.model.codec import encode
 from perdure.model.orders import FollowWorld
+from perdure.plan.elastic.commit import FRESH, MemberProgress
 from perdure.worker.checkpoint import copying
 from perdure.worker.checkpoint.copying import Copy
 from perdure.worker.elastic import donor_port, joining
 from perdure.worker.elastic.donor_port import DonorPort, SecureStream, connect_donor
-from perdure.worker.elastic.joining import At, Connection, Donor, Follower, Lost, Part, Take
+from perdure.worker.elastic.joining import (
+    At,
+    CatchUp,
+    Connection,
+    Donor,
+    Follower,
+    Lost,
+    Part,
+    Take,
+)
 from perdure.worker.elastic.moving import hash_tensors, pack_state, view_bytes
 
 pytestmark = pytest.mark.torch
@@ -66,6 +77,9 @@ class Model:
 
     def hash_settings(self) -> str:
         return "settings"
+
+    def stand(self) -> MemberProgress:
+        return MemberProgress(self.applied)
 
     def update(self, source: str = "reduced") -> None:
         for tensor in self.tensors:
@@ -206,6 +220,22 @@ def test_a_step_in_the_place_of_another_one_is_not_applied(
     with pytest.raises(Lost, match=f"step {step + late} came in the place of step {step}"):
         follower.take_step([model.flat], PATIENCE_S)
     follower.close()
+
+
+@pytest.mark.parametrize(("settings", "applied"), [("settings", 7), ("others", FRESH)])
+def test_a_rank_whose_attributes_are_not_the_members_takes_the_state_again(
+    settings: str, applied: int
+) -> None:
+    """`on_step` changed them after the last update that it followed."""
+    store, model = dist.HashStore(), Model()
+    model.applied = 7
+    told = MemberProgress(7, settings=settings)
+    store.set("standing/0", encode(told))
+    membership = SimpleNamespace(overtaken=lambda: False)
+    catching = CatchUp(membership, model)  # type: ignore[arg-type]
+    catching._follower = SimpleNamespace(connections={0: None}, close=lambda: None)  # type: ignore[assignment]
+    catching.finish(store, [0, 1])
+    assert model.applied == applied
 
 
 def test_a_port_listens_only_while_a_join_is_under_way(

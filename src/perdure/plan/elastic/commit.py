@@ -41,6 +41,8 @@ class Progress(msgspec.Struct, frozen=True):
     """The line in which it has reduced step number `applied`, without knowing that all have."""
     plan: str = ""
     """Digest of its training plan."""
+    settings: str = ""
+    """As in `MemberProgress`."""
 
 
 class MemberProgress(msgspec.Struct, frozen=True):
@@ -54,6 +56,8 @@ class MemberProgress(msgspec.Struct, frozen=True):
     """It keeps the reduced result of the step before, number `applied - 1`."""
     plan: str = ""
     """Digest of its training plan."""
+    settings: str = ""
+    """Hash of all else that a step depends on, if a rank joins that may have followed."""
 
 
 class CommittedStep(msgspec.Struct, frozen=True, kw_only=True):

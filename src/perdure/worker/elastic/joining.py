@@ -688,6 +688,8 @@ class CatchUp:
     def finish(self, store: Any, members: Sequence[int]) -> None:
         """Take the last steps, now that the `members` of this epoch stand still at `store`.
 
+        If an attribute is not the members', this rank gets its state within the join.
+
         Raises:
             Broken: there is a newer epoch.
         """
@@ -702,6 +704,9 @@ class CatchUp:
             deadline = time.monotonic() + _LAST_S
             while state.applied < last and time.monotonic() < deadline:
                 self._advance(state, follower)
+            mine = state.hash_settings()  # `on_step` may have changed an attribute after that step.
+            if any(p.applied == state.applied and p.settings != mine for p in told.values()):
+                state.applied = FRESH
         except Lost as error:
             self._error = str(error)
         self.close()

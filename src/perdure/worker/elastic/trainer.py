@@ -123,6 +123,8 @@ class Trainer:
         membership.on_join = self._donor.open
         self._catching = CatchUp(membership, state.followed)
         self._group: Group | None = None
+        self._known = frozenset[int]()
+        """The members of the newest world that was tried."""
         self._furthest = 0
         """The most steps that were ever applied."""
         self._finished: deque[Step] = deque()
@@ -434,6 +436,9 @@ class Trainer:
         self._catching.finish(store, members)
         me, overtaken = membership.me, membership.overtaken
         stand = structs.replace(state.stand(), plan=digest_plan(self.plan))
+        if state.followed is not None and not self._known.issuperset(members):
+            stand = structs.replace(stand, settings=state.followed.hash_settings())
+        self._known = frozenset(members)
         progress = exchange_progress(store, members, me, stand, overtaken)
         self._compare_plans(store, progress)
         plan = state.decide(progress, line)
