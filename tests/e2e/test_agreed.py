@@ -24,6 +24,15 @@ KEPT = [
     pytest.param("clip", ("--width", "1200"), id="clip while it follows", marks=LONG),
     pytest.param("heat", (), id="heat", marks=LONG),
     pytest.param("heat", ("--exact",), id="heat exact", marks=LONG),
+    pytest.param("heat", ("--width", "1200"), id="heat while it follows", marks=LONG),
+    pytest.param("heat", ("--pipeline", "2"), id="heat stages"),
+    pytest.param("heat", ("--shard", "2"), id="heat shard", marks=LONG),
+    pytest.param("counts", (), id="counts", marks=LONG),
+    pytest.param("counts", ("--pipeline", "2"), id="counts stages", marks=LONG),
+    pytest.param("counts", ("--shard", "2"), id="counts shard"),
+    pytest.param("edited", (), id="edited", marks=LONG),
+    pytest.param("edited", ("--pipeline", "2"), id="edited stages", marks=LONG),
+    pytest.param("edited", ("--shard", "2"), id="edited shard", marks=LONG),
     *(
         pytest.param(situation, more, id=" ".join((situation, *more)), marks=LONG)
         for situation in ("clip", "twice", "unused", "flags", "moments", "scratch")
@@ -36,6 +45,8 @@ REFUSED = [
     pytest.param("assign", (), "alters the buffer", id="assign", marks=LONG),
     pytest.param("data", ("--shard", "2"), "alters the buffer", id="data shard", marks=LONG),
     pytest.param("data", ("--pipeline", "2"), "alters the buffer", id="data stages", marks=LONG),
+    pytest.param("cools", ("--shard", "2"), "alters the attribute", id="cools shard"),
+    pytest.param("cools", ("--pipeline", "2"), "alters the attribute", id="cools", marks=LONG),
     pytest.param("unfreeze", ("--shard", "2"), "requires_grad", id="freeze shard", marks=LONG),
     pytest.param("unfreeze", ("--pipeline", "2"), "requires_grad", id="freeze stages", marks=LONG),
 ]  # fmt: skip

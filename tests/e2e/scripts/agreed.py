@@ -44,7 +44,9 @@ class Layer(nn.Module):
     def __init__(self, size: int, out: int) -> None:
         super().__init__()
         self.linear = nn.Linear(size, out)
-        self.heat, self.noted = 1.0, None
+        self.heat, self.noted, self.calls = 1.0, None, 0
+        edited = situation == "edited" and "PERDURE_MEMBER" in os.environ
+        self.slope = 0.5 if edited else 1.0
         if situation == "unused":
             self.beside = nn.Linear(2, 2)
         self.register_buffer("mean", torch.zeros(out), persistent=situation != "scratch")
@@ -53,7 +55,11 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.use(x) * self.heat
+        made = self.use(x) * self.heat * self.slope
+        if situation == "counts":
+            self.calls += 1
+        if situation == "cools":
+            self.heat *= 0.999
         if situation == "flags" and not self.training:
             made = 1.5 * made
         if situation == "heat":

@@ -114,6 +114,17 @@ def test_a_newcomer_takes_fractions_over_and_keeps_a_rank_s_number() -> None:
     assert (third.heat, third.rank) == (0.5, 3)
 
 
+def test_a_stage_that_goes_back_undoes_what_its_script_has_changed_since() -> None:
+    block = Block()
+    block.depth, block.seen = 1, [1]
+    replica = StagedReplica([block], make_sgd)
+    before = replica.plain()
+    block.heat, block.depth = 0.5, 2
+    block.seen.append(2)
+    replica.adopt((Section(0, 1),), {}, before)
+    assert (block.heat, block.depth, block.seen) == (1.0, 1, [1])
+
+
 def stage(block: Block, memory: Path | None = None) -> StagedState:
     replica = StagedReplica([block], make_sgd)
     return StagedState(
@@ -128,6 +139,19 @@ def stage(block: Block, memory: Path | None = None) -> StagedState:
         snapshot_every=2,
         memory=memory,
     )
+
+
+def test_a_snapshot_has_what_the_script_makes_of_its_step(tmp_path: Path) -> None:
+    block = Block()
+    state = stage(block, tmp_path)
+    found = {}
+    for step in Trainer(state, membership=Membership(None)).steps(8):
+        block.heat = 1.0 + step.step
+        for one in state.snapshots.list_all():
+            heat = state.snapshots.make_reader()(one)["plain"]["attributes"]["model.0"]["heat"]
+            found[one.step] = heat
+    assert found.keys() >= {0, 2, 4, 6}, "and more of them, if a step takes a second"
+    assert found == {step: float(step or 1) for step in found}
 
 
 def alter(replica: Any, block: Block) -> None:

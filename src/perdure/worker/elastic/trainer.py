@@ -128,6 +128,8 @@ class Trainer:
         self._furthest = 0
         """The most steps that were ever applied."""
         self._finished: deque[Step] = deque()
+        self._due = False
+        """All members take a snapshot of the newest step, once their scripts have seen it."""
         self._total = 0
         self._over = False
         self._waited_s = 0.0
@@ -211,6 +213,9 @@ class Trainer:
     def _keep_trying(self) -> None:
         """Advance by a step, in a new world each time that the old one broke."""
         why = ""
+        if self._due and self._group is not None:
+            self._take_snapshot(self._group.members)
+        self._due = False
         while True:
             if self._group is None or self._membership.overtaken():
                 why = self._reform(why)
@@ -322,8 +327,7 @@ class Trainer:
         )
         self._furthest = max(self._furthest, self.applied)
         self._progress.commit(self.applied)
-        if state.snapshots.is_due(self.applied, snapshot):
-            self._take_snapshot(group.members)
+        self._due = state.snapshots.is_due(self.applied, snapshot)
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -509,6 +513,7 @@ class Trainer:
         if taken.plain is not None:  # What this member had of later steps is undone.
             self._steering.load(taken.plain)
             state.snapshots.forget(plan.step)
+            self._due = False
         self._steering.share(group.store, group.members)
 
     def _make_line(self) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Runs, Section, list_blocks
-from perdure.worker.checkpoint.attributes import note_attributes, read_common
+from perdure.worker.checkpoint.attributes import note_attributes, read_changed, read_common
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.moving import PARAMETER, find_device
 from perdure.worker.elastic.state import (
@@ -91,6 +91,8 @@ class StagedReplica:
         self.runs: Runs = (Section(0, len(self.blocks)),)
         self._modules = name_modules(self.model)
         self._born = note_attributes(self._modules)
+        self._initial = read_changed(self._modules, {})
+        """All attributes, as the script gave them."""
         self._groups: dict[str, Any] = {}
         """The optimizer's settings for each parameter, when it has the whole model."""
         self.guard = BufferGuard(self.model)
@@ -193,7 +195,8 @@ class StagedReplica:
         self.runs = runs
         self._make()
         load_settings(self.optimizer, self.scheduler, plain if plain is not None else before)
-        if plain is not None:
+        if plain is not None:  # What later steps have changed, and this one had not, is undone.
+            load_plain(self.model, {"attributes": self._initial})
             load_plain(self.model, plain)
         self.optimizer.state.update(entries)
 

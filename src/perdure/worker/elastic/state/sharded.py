@@ -395,8 +395,13 @@ class ShardedReplica:
         shard: Shard,
         parts: Parts,
         plain: dict[str, Any],
+        *,
+        kept: bool = False,
     ) -> None:
-        """Become `parts`, the rows of `shard`, sharded over `group`. Nothing here communicates."""
+        """Become `parts`, the rows of `shard`, sharded over `group`. Nothing here communicates.
+
+        If `kept`, the script's model is of this step already.
+        """
         device = self.skeleton.device
         placed = {
             name: {key: value.to(device) for key, value in entries.items()}
@@ -405,8 +410,10 @@ class ShardedReplica:
         self._model = self.skeleton.build(group, shard, placed, plain["buffers"], self._take)
         self._born = note_attributes(name_modules(self.model))
         load_plain(self.model, plain)
-        if self.shard is None:
+        if not kept:  # What the script made of later steps is undone.
             load_plain(self._given, plain)
+            now, known = read_numbers(self.model), read_numbers(self._given)
+            load_numbers(self._given, {key: now[key] for key in known if key in now})
             self._script = read_numbers(self._given)
         self._sharded = dict(self.model.named_parameters())
         self.trained_first = self._trained_initially | list_trained(self.model)
@@ -453,10 +460,8 @@ class ShardedReplica:
     def follow_script(self) -> None:
         """Give the model that trains what the script has changed in the one that it gave."""
         numbers = read_numbers(self._given)
-        for key, value in numbers.items():
-            if self._script.get(key) != value:
-                path, name = key
-                setattr(self.model.get_submodule(path), name, value)
+        changed = {k: value for k, value in numbers.items() if self._script.get(k) != value}
+        load_numbers(self.model, changed)
         self._script = numbers
 
     def backward(self, loss: Tensor, counts: bool) -> None:
@@ -532,6 +537,12 @@ def read_numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
         for name, value in vars(module).items()
         if isinstance(value, bool | int | float | str)
     }
+
+
+def load_numbers(model: nn.Module, numbers: Mapping[tuple[str, str], Any]) -> None:
+    """Take over what `read_numbers` returned."""
+    for (path, name), value in numbers.items():
+        setattr(model.get_submodule(path), name, value)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -646,8 +657,11 @@ class ShardedState(PartState):
         me, replica = self._me, self.replica
         at_step = (self.applied, self.line) == (plan.step, plan.line)
         held: dict[Shard, Parts] = dict(self._old) if at_step else {}
+        mine: dict[str, Any] = {}
         if at_step and replica.shard is not None:
             held[replica.shard] = replica.parts()
+            own = replica.plain()  # Another member's script may not have seen the newest step yet.
+            mine = {key: own[key] for key in ("attributes", "evaluating")}
         elif plan.fresh and me == min(plan.layout):
             held[WHOLE] = replica.parts()
         read_snapshot = self.snapshots.make_reader()
@@ -668,10 +682,10 @@ class ShardedState(PartState):
         )
         plain = share_plain(group, teller.member, tell)
         parts = move_rows(group, plan, replica.skeleton.shapes, plain["keys"], read)
-        mine = next(copy for copy in plan.copies if me in copy)
-        copy = group.open(ShardGroup, f"copy/{mine[0]}", mine)
+        beside = next(copy for copy in plan.copies if me in copy)
+        copy = group.open(ShardGroup, f"copy/{beside[0]}", beside)
         self.groups = (copy,)
-        replica.adopt(copy, plan.layout[me], parts, plain)
+        replica.adopt(copy, plan.layout[me], parts, plain | mine, kept=bool(mine))
         self._rebuilt = True
         self._old = held
         self.ready = NO_LINE
