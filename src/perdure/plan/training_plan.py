@@ -30,7 +30,7 @@ _OF_MEMBERS = {
 }
 """What members have in common, and a resume may change."""
 _LETTERS = 200
-"""Of a description that are shown."""
+"""Letters of a description that are shown."""
 _SHOWN = 3
 """Parameters that are named one by one."""
 
