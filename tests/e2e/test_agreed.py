@@ -120,7 +120,7 @@ def test_a_state_that_changed_on_one_member_is_in_no_checkpoint(
     words = ("--trail", str(tmp_path), "--situation", "flip", "--steps", "60")
     job = start("ag", "-n", "2", "-c", str(tmp_path / "job.toml"), SCRIPT, *words)
     assert job.wait() == 0, job.text()[-3000:]
-    said = "members differ before step 30: model.1.linear.weight of rank 1 is not that of rank 0"
+    said = "before step 30: rank 0 and rank 1 do not have the same model.1.linear.weight"
     assert said in job.text()
     rows = [row for rows in read(tmp_path) if rows[-1]["step"] == 59 for row in rows]
     assert min(row["step"] for row in rows) == 20

@@ -105,6 +105,7 @@ from perdure.control.steering.saving import (
     reopen_lost,
     save_if_due,
 )
+from perdure.model.errors import DifferError
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -359,6 +360,8 @@ def _count_end(state: JobState, now: float, event: RankExited) -> list[AnyAction
         return []
     if not record.failed or preemption.find_taken(state, event.node, record) is not None:
         return []
+    if record.error.partition(":")[0].endswith(DifferError.__name__):
+        return []  # All members of a world end by it.
     return count_slot_end(state, now, record.rank, record.cause)
 
 

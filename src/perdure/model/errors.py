@@ -6,6 +6,7 @@
     │   └── UnfitError          2   a checkpoint does not fit the script, or cannot keep its state
     ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
     │   ├── RequestError        3   nobody answered on the bus: ask again
+    │   ├── DifferError         3   members of an elastic world differ, and this one may be right
     │   └── DeviceLostError     5   device-lost: no call of this process's GPU works, or ends, again
     ├── ProtocolError           3   a peer: a message out of order or malformed
     │   └── FencedError         3   another controller writes the journal: leave
@@ -51,6 +52,10 @@ class PlatformError(PerdureError):
     """The machine, a disk, a network or a foreign tool failed."""
 
     exit_code = 3
+
+
+class DifferError(PlatformError):
+    """Members of an elastic world differ, and this one is not known to be wrong."""
 
 
 class ProtocolError(PerdureError):

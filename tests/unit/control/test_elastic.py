@@ -162,6 +162,19 @@ def fail_in_slot(
     return actions
 
 
+def test_members_that_differ_count_for_no_slot_if_none_is_known_to_be_wrong() -> None:
+    machine = train_a_while()
+    die(machine, 1.0, 1)
+    for rank in (0, 2):
+        machine.handle(1.1, reformed(rank, 1))
+    error = "perdure.model.errors.DifferError: elastic: members differ"
+    for number in range(5):
+        rank = 4 + 3 * number
+        assert extra(fail_in_slot(machine, 2.0 + number, rank, error=error))[0][-1] == rank + 3
+    assert machine.state.world.elastic.ends.keys() == {1}
+    assert len(machine.state.world.elastic.ends[1]) == 1, "the first one's, of another cause"
+
+
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_slot_whose_processes_never_train_is_filled_later_each_time_and_then_left_empty(
     joins: bool,

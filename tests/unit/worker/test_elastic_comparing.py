@@ -12,7 +12,7 @@ import torch
 from tests.waiting import PATIENCE_S
 from torch import nn
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import DifferError, PlatformError
 from perdure.worker.checkpoint.attributes import pack
 from perdure.worker.elastic import comparing
 from perdure.worker.elastic.comparing import NAMED, Comparison, find_odd, hash_attributes
@@ -54,7 +54,13 @@ class Place:
 
 def compare_all(units: list[dict[str, Any]], step: int = 0) -> list[str]:
     """Return what each member says of the others' states; an empty text if they agree."""
-    store, said = Store(), [""] * len(units)
+    return ["" if error is None else str(error) for error in find_errors(units, step)]
+
+
+def find_errors(units: list[dict[str, Any]], step: int = 0) -> list[PlatformError | None]:
+    """Return the error of each member; None if they agree."""
+    store = Store()
+    said: list[PlatformError | None] = [None] * len(units)
 
     def run(me: int) -> None:
         comparison, group = Comparison(lambda: units[me]), Place(store, me, len(units))
@@ -62,7 +68,7 @@ def compare_all(units: list[dict[str, Any]], step: int = 0) -> list[str]:
             comparison.begin(step, group)  # type: ignore[arg-type]
             comparison.finish(step, group)  # type: ignore[arg-type]
         except PlatformError as error:
-            said[me] = str(error)
+            said[me] = error
 
     threads = [threading.Thread(target=run, args=(me,), name=str(me)) for me in range(len(units))]
     for thread in threads:
@@ -99,17 +105,33 @@ def test_all_members_name_the_tensor_and_the_one_that_differs(other: torch.Tenso
     assert "model.b of rank 2 is not that of rank 0" in said[0]
 
 
+def test_of_two_members_none_is_said_to_be_wrong() -> None:
+    units = [make_units(0), make_units(1, b=torch.zeros(2))]
+    assert (
+        compare_all(units)
+        == ["elastic: members differ before step 0: rank 0 and rank 1 do not have the same model.b"]
+        * 2
+    )
+    for most, wrong in ((2, 1), (2, 2)):
+        groups = [make_units(n) for n in range(most)]
+        groups += [make_units(n, b=torch.zeros(2)) for n in range(wrong)]
+        kinds = [type(error) for error in find_errors(groups)]
+        assert (
+            kinds == [DifferError] * most + [PlatformError if most > wrong else DifferError] * wrong
+        )
+
+
 def test_a_rate_that_differs_is_named() -> None:
     other = make_units(1)
     other[""]["settings"]["groups"][0]["lr"] = 0.2
-    assert "settings.groups.0.lr of rank 1" in compare_all([make_units(0), other])[0]
+    assert "the same settings.groups.0.lr" in compare_all([make_units(0), other])[0]
 
 
 def test_members_that_hold_different_parts_compare_what_they_both_have() -> None:
     ones = [{"block 0": {"w": torch.ones(1)}}, {"block 1": {"w": torch.zeros(1)}}]
     assert compare_all([*ones, *ones]) == [""] * 4
     ones = [*ones, {"block 1": {"w": torch.ones(1)}}]
-    assert "w of rank 2 is not that of rank 1" in compare_all(ones)[0]
+    assert "rank 1 and rank 2 do not have the same w" in compare_all(ones)[0]
 
 
 def test_members_of_other_processors_may_round_differently_and_train_on(
@@ -124,7 +146,7 @@ def test_members_of_other_processors_may_round_differently_and_train_on(
     assert compare_all([make_units(0), make_units(1), make_units(2, b=other)]) == ["", "", ""]
     assert "rank 2 (AVX512) and rank 0 (AVX2) round differently" in capfd.readouterr().err
     said = compare_all([make_units(0), make_units(1, b=other), make_units(2, b=other)])
-    assert all("model.b of rank 1 is not that of rank 0" in one for one in said)
+    assert all("rank 0 and rank 1 do not have the same model.b" in one for one in said)
 
 
 def test_attributes_that_differ_are_named_and_training_goes_on(

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError
+from perdure.model.errors import DifferError, PlatformError
 from perdure.worker.checkpoint.attributes import NotPlainError, hash_plain
 from perdure.worker.elastic.apart import Broken, start
 from perdure.worker.elastic.group import Group
@@ -100,12 +100,15 @@ class Comparison:
 def compare(mine: Hashes, step: int, group: Group) -> dict[str, str]:
     """Compare the hashes of all members of `group`.
 
+    If more than half of the members of one kind agree, the others are wrong. Otherwise, none is
+    known to be.
+
     Return what this member has to say, by unit: attributes that differ, or "kind": that members of
     different kinds differ.
 
     Raises:
         Broken: a newer epoch was ordered first.
-        PlatformError: members of one kind differ.
+        PlatformError: members of one kind differ. It is a `DifferError` unless this one is wrong.
     """
     store, me = group.store, group.me
     sums = {
@@ -135,13 +138,8 @@ def compare(mine: Hashes, step: int, group: Group) -> dict[str, str]:
             store.set(f"state/{step}/{me}/{unit}", encode(mine[unit]))
         found = _read(group, [f"state/{step}/{member}/{unit}" for member in (odd, other)])
         if named:
-            names = find_apart(found[odd], found[other])
-            if me == other and names:
-                said[unit] = (
-                    f"elastic: members do not have {', '.join(names[:3])} in common (of rank {odd},"
-                    f" and of rank {me}). If a pass uses it, the script has to give it the same "
-                    "value on every rank"
-                )
+            if me == other and (names := find_apart(found[odd], found[other])):
+                said[unit] = describe_apart(names, odd, me)
             continue
         what = find_first(found[odd], found[other])
         store.set(f"state/{step}/{me}/told", "")
@@ -149,9 +147,13 @@ def compare(mine: Hashes, step: int, group: Group) -> dict[str, str]:
             Broken, RuntimeError
         ):  # Every member has seen it, and none goes on.
             group.read([f"state/{step}/{member}/told" for member in group.members])
-        raise PlatformError(
-            f"elastic: members differ before step {step}: {what} of rank {odd} is not that of "
-            f"rank {other}",
+        most = wrong[other]
+        known = 2 * list(wrong.values()).count(most) > len(wrong)
+        apart = f"rank {other} and rank {odd} do not have the same {what}"
+        if known:
+            apart = f"{what} of rank {odd} is not that of rank {other}"
+        raise (PlatformError if known and wrong.get(me, most) != most else DifferError)(
+            f"elastic: members differ before step {step}: {apart}",
             hint="on_step may only read the state: alter it in after_update=; all members go on "
             "from the newest checkpoint, on which they agreed",
         )
@@ -191,6 +193,14 @@ def find_first(mine: Mapping[str, str], its: Mapping[str, str]) -> str:
 def find_apart(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:
     """Return the paths that both have, and whose hashes differ."""
     return [path for path in mine if its.get(path, mine[path]) != mine[path]]
+
+
+def describe_apart(names: list[str], odd: int, me: int) -> str:
+    """Return what rank `me` says of attributes that differ from those of rank `odd`."""
+    return (
+        f"elastic: members do not have {', '.join(names[:3])} in common (of rank {odd}, and of "
+        f"rank {me}). If a pass uses it, the script has to give it the same value on every rank"
+    )
 
 
 def hash_attributes(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
