@@ -147,7 +147,10 @@ class PrometheusServer:
 
 
 def _limit(server: Any) -> None:
-    """Bound the threads of a server that has one for each connection, and the time of each."""
+    """Bound the threads of a server that has one for each connection, and the time of each.
+
+    It says nothing of a connection that fails: a stranger would fill the log.
+    """
     places = threading.BoundedSemaphore(_OPEN_MAX)
     begin, serve = server.process_request, server.process_request_thread
 
@@ -167,6 +170,7 @@ def _limit(server: Any) -> None:
         "Handler", (server.RequestHandlerClass,), {"timeout": _READ_S}
     )
     server.process_request, server.process_request_thread = take, serve_and_leave
+    server.handle_error = lambda request, address: None
 
 
 # --- OpenTelemetry ----------------------------------------------------------------------------

@@ -44,8 +44,8 @@ def test_prometheus_reads_what_is_served():
     assert text == render_prometheus(SNAPSHOT)
 
 
-def test_idle_connections_neither_fill_the_process_nor_keep_prometheus_out(
-    monkeypatch: pytest.MonkeyPatch,
+def test_idle_connections_neither_fill_process_or_log_nor_keep_prometheus_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr(exporters, "_READ_S", 0.5)
@@ -72,6 +72,7 @@ def test_idle_connections_neither_fill_the_process_nor_keep_prometheus_out(
         for sock in held:
             sock.close()
         server.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_incidents_become_traces_with_ids_that_stay():
