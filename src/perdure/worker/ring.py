@@ -51,9 +51,9 @@ class RingWriter:
         try:
             os.posix_fallocate(fd, 0, layout.RING_BYTES)
             writer = cls(mmap.mmap(fd, layout.RING_BYTES), path)
-        except OSError:
+        except OSError as error:
             os.unlink(temporary)
-            raise
+            raise OSError(error.errno, error.strerror, path) from None
         finally:
             os.close(fd)
         writer._begin(rank, generation, pid)

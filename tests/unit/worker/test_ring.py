@@ -2,6 +2,7 @@ import os
 import time
 
 import pytest
+from tests.disks import small_disk
 from tests.rings import read_records
 
 from perdure.adapters.rings import read_ring
@@ -26,6 +27,15 @@ def test_a_new_ring_says_who_it_is_and_that_nothing_happened(path):
     assert before + 1000 <= reading.account.spawned_s <= time.monotonic() + 1000
     assert reading.heartbeat_s == reading.account.spawned_s
     assert not reading.torn
+
+
+def test_an_error_of_a_full_disk_names_the_ring(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        path = str(disk / "g0-r1.ring")
+        with pytest.raises(OSError, match="No space left") as raised:
+            RingWriter.create(path, rank=1, generation=0)
+        assert raised.value.filename == path
+        assert os.listdir(disk) == []
 
 
 def test_commits_add_up_and_cover_the_time_between(path):
