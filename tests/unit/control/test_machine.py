@@ -25,6 +25,7 @@ from perdure.model.events import (
 )
 from perdure.model.failures import ExitRecord
 from perdure.model.orders import (
+    FETCH_S,
     AnswerCommand,
     AnyAction,
     AssignNodes,
@@ -144,6 +145,21 @@ def test_a_spare_node_that_comes_during_a_check_is_not_waited_for(url: str) -> N
     for node in asked.nodes:
         said += driver.do(OwnChecked(node=node, generation=0, at_s=2.0))
     assert one(said, AssignNodes).assignment.phase == "run"
+
+
+@pytest.mark.parametrize("keys", [{}, {"own_copy": True}, {"url": "/away"}])
+def test_a_start_waits_for_a_copy_that_is_put_in_place(keys: dict[str, object]) -> None:
+    driver = Driver(nodes=1, checkpoint={"own": ["out/ckpt.pt"], **keys})
+    driver.register(0)
+    driver.run()
+    driver.exit(0, signal=9)
+    driver.do(StoreReady(generation=1, host="h", port=8, agent_store=True))
+    world = driver.controller.state.world
+    before_s = world.deadline_s
+    one(driver.do(GenerationStopped(node=0, generation=0, at_s=1.0)), CheckOwn)
+    assert world.deadline_s is not None
+    assert before_s is not None
+    assert world.deadline_s == before_s + (FETCH_S if keys else 0.0)
 
 
 def test_the_second_failure_to_load_a_torn_checkpoint_ends_the_job() -> None:

@@ -1,6 +1,7 @@
 """The agent makes and fetches copies under `checkpoint.url`, and names what it fetched."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -239,6 +240,34 @@ def test_what_cannot_be_fetched_is_said_and_what_is_not_there_is_not(
         assert told == ()
     else:
         assert "does not match its hash; the script begins without one" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(OSError(errno.ENOSPC, "the disk is full"), "the disk is full"),
+     (TimeoutError(), "the disk takes too long")],
+)  # fmt: skip
+def test_a_torn_file_stays_if_its_copy_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, why: str
+) -> None:
+    """Without the file, the script begins from step 0, and its first save overwrites the copy."""
+    path, copy = save(tmp_path / "out" / "ckpt.pt"), save(tmp_path / "out.copy" / "ckpt.pt")
+    path.write_bytes(b"PK\x03\x04")
+
+    def fail(*args: object) -> None:
+        raise error
+
+    checkpoint = CheckpointConfig(own=("out/ckpt.pt",), own_copy=True)
+    spec, kept = JobSpec(name="j", script="t.py", cwd=str(tmp_path), checkpoint=checkpoint), Kept()
+    own, before = OwnCheckpoints(spec, 0, kept, now=lambda: 1.0), copy.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("perdure.files.own._copy_bytes", fail)
+        (told,) = check(own, kept).moved
+    assert told.endswith(f"out.copy/ckpt.pt cannot take its place: {why}")
+    assert path.read_bytes() == b"PK\x03\x04"
+    (told,) = check(own, kept).moved
+    assert "its copy, " in told
+    assert path.read_bytes() == copy.read_bytes() == before
 
 
 KILLED = """

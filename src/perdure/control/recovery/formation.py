@@ -203,7 +203,7 @@ def _ask_own(state: JobState, world: WorldState, nodes: set[int]) -> list[AnyAct
     if world.checking or (state.lost and not spec.checkpoint.url):
         return []
     why = f"generation {world.generation}: all older ranks are gone"
-    if spec.checkpoint.url and world.deadline_s is not None:
+    if (spec.checkpoint.url or spec.checkpoint.own_copy) and world.deadline_s is not None:
         world.deadline_s += FETCH_S * len(spec.checkpoint.own)
     world.checking = CheckOwn(
         generation=world.generation, nodes=tuple(sorted(nodes)), move=not state.lost, reason=why

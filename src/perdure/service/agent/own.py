@@ -24,6 +24,7 @@ from perdure.files.own import (
     set_aside,
 )
 from perdure.files.pointers import find_stand_in, list_naming
+from perdure.files.regular import UnfitFileError
 from perdure.model.events import AnyEvent, OwnChecked, TornFound
 from perdure.model.job import JobSpec
 from perdure.model.orders import FETCH_S, CheckOwn
@@ -35,7 +36,7 @@ CHECK_S = 5.0
 """A check that takes longer finds nothing."""
 _SECOND_LOOK_S = 0.5
 _PUT_BACK_S = 50.0
-"""A copy that takes longer does not take the place of a torn file."""
+"""A copy that takes longer does not take the place of a torn file; of `own_copy`, `FETCH_S`."""
 _LATE_S = 1.0
 """Seconds in which a thread sees by itself that it is late: afterwards it changes nothing."""
 _COPY_S = 0.25
@@ -145,20 +146,29 @@ class OwnCheckpoints:
     async def _put_back(
         self, path: str, root: str, target: str, whole: OwnCheckpoint | None
     ) -> str:
-        """Have a copy take the place of an overwritten file; return what does, if one does."""
+        """Have a copy take the place of an overwritten file; return what does, if one does.
+
+        Raises:
+            OSError: there is a copy, and no room for it. Without the torn file, the script could
+                begin from step 0, and its first save would overwrite the copy.
+        """
         copies: dict[str, str] = {}
+        limit_s = FETCH_S if self._spec.checkpoint.own_copy else _PUT_BACK_S
         if self._spec.checkpoint.own_copy:
             copies[locate_copy(path, root, self._spec.cwd)] = "its copy"
         if whole is not None and (twin := find_stand_in(whole.path, path)):
             copies[twin] = f"a copy of {self._shorten(twin)}"
         for copy, what in copies.items():
             try:
-                async with asyncio.timeout(_PUT_BACK_S + _LATE_S):
-                    until_s = time.monotonic() + _PUT_BACK_S
+                async with asyncio.timeout(limit_s + _LATE_S):
+                    until_s = time.monotonic() + limit_s
                     if await self._files.call(put_back, copy, path, target, until_s):
                         return f"{what}, {_render_age(os.stat(path).st_mtime)} old,"
-            except OSError as error:
+            except (FileNotFoundError, UnfitFileError) as error:
                 log.warning("no copy of %s: %s", path, error)
+            except OSError as error:
+                why = error.strerror or "the disk takes too long"
+                raise type(error)(f"{self._shorten(copy)} cannot take its place: {why}") from error
         return ""
 
     def _shorten(self, path: str) -> str:
