@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from tests.e2e.elastic_world import KILLED_AT
 
 STEPS, BATCH, MICRO = 8, 16, 2
-PIECE = 16
+PIECE = 32
 """Scenarios that one process of the test run runs; another runs others meanwhile."""
 Outcome = dict[str, Any]
 
@@ -42,29 +41,40 @@ def seeded(
     return scenario(f"seed-{seed}", ranks, kill=kill, exact=exact, **more)
 
 
-def run_scenarios(scenarios: Sequence[dict[str, Any]], folder: Path) -> dict[str, Outcome]:
-    """Run every scenario in one process: importing torch is what takes long."""
+def run_scenarios(
+    scenarios: Sequence[dict[str, Any]], folder: Path, at_once: int = 1
+) -> dict[str, Outcome]:
+    """Run every scenario below one process: importing torch is what takes long."""
     for one in scenarios:
         one["out"] = str(folder / f"{one['name']}-{{}}.jsonl")
         one["memory"] = str(folder / "memory" / one["name"])
+        one["log"], one["answer"] = (str(folder / f"{one['name']}.{x}") for x in ("log", "json"))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.elastic_world"],
+        [sys.executable, "-m", "tests.e2e.elastic_world", str(at_once)],
         input="".join(json.dumps(one) + "\n" for one in scenarios),
         capture_output=True, text=True, timeout=sum(one["timeout_s"] for one in scenarios),
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    logs = {one["name"]: read_text(one["log"]) for one in scenarios}
+    last = [f"{name}: {log[-1000:]}" for name, log in logs.items() if log]
+    assert done.returncode == 0, "\n".join([done.stderr[-1000:], *last[-3:]])
     found = {}
-    for one, answer in zip(scenarios, answers, strict=True):
+    for one in scenarios:
         rows = {
             path.stem.rsplit("-", 1)[1]: [
                 json.loads(line) for line in path.read_text().splitlines()
             ]
             for path in folder.glob(f"{one['name']}-*.jsonl")
         }
-        found[one["name"]] = {"scenario": one, "answer": answer, "rows": rows, "log": done.stderr}
+        answer = json.loads(Path(one["answer"]).read_text())
+        found[one["name"]] = {
+            "scenario": one, "answer": answer, "rows": rows, "log": logs[one["name"]],
+        }  # fmt: skip
     return found
+
+
+def read_text(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
 
 
 class Outcomes(dict[str, Outcome]):
@@ -93,15 +103,10 @@ class Outcomes(dict[str, Outcome]):
 
     @staticmethod
     def _run(batch: Sequence[dict[str, Any]], folder: Path) -> dict[str, Outcome]:
-        """Run a batch in two processes: each mostly waits."""
+        """Run two of a batch at once: each mostly waits."""
         shutil.rmtree(folder, ignore_errors=True)  # An earlier run of the batch may have failed.
         folder.mkdir()
-        found: dict[str, Outcome] = {}
-        halves = [half for half in (batch[::2], batch[1::2]) if half]
-        with ThreadPoolExecutor() as pool:
-            for some in pool.map(run_scenarios, halves, [folder] * len(halves)):
-                found |= some
-        return found
+        return run_scenarios(batch, folder, at_once=2)
 
 
 def make_outcomes(

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -621,23 +622,42 @@ def serve_store() -> tuple[int, int]:
         return pid, int(os.read(reader, 16))
 
 
-def main() -> None:
-    """Answer scenarios until there are no more."""
-    for number, line in enumerate(sys.stdin):
-        scenario = json.loads(line)
-        pid, port = serve_store()
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(scenario["ranks"]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        try:
-            print(json.dumps({"number": number} | World(scenario).run()), flush=True)
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+def run_scenario(scenario: dict[str, Any]) -> None:
+    """Run one scenario; write what became of it, and what its ranks have said."""
+    with open(scenario["log"], "w") as log:
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    pid, port = serve_store()
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(scenario["ranks"]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    try:
+        Path(scenario["answer"]).write_text(json.dumps(World(scenario).run()))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def main(at_once: int) -> int:
+    """Run all scenarios in `at_once` processes; return 1 if one of these failed."""
+    scenarios = [json.loads(line) for line in sys.stdin]
+    pids = []
+    for first in range(at_once):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            code = 1
+            try:
+                for scenario in scenarios[first::at_once]:
+                    run_scenario(scenario)
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+    return int(any([os.waitpid(pid, 0)[1] for pid in pids]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))

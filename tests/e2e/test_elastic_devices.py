@@ -50,6 +50,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 LONG = {
     *("kill-backward", "kill-reduced", "kill-applied", "again-form", "again-connecting"),
     *("again-bring", "join", "kill-forward", "kill-optimizer", "seed-0", "seed-1", "seed-2"),
+    "replace",  # `split-kill` has a kill and a join.
 }
 """What differs from another scenario by a place or a number: for the campaign."""
 NAMES = [[n for n in SCENARIOS if (n in LONG) == long] for long in (False, True)]

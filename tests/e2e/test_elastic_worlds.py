@@ -111,6 +111,7 @@ LONG = {
     *("kill-forward", "kill-optimizer", "kill-reduced", "flap-backward", "flap-applied"),
     *("kill-reduce", "again-agreed", "again-connect"),  # Short ones in `test_elastic_devices`.
     *("exact-2", "exact-4", "stages-interleaved", "sole-node"),
+    "replace",  # `exact-killed` has kills and a join.
     *("follow-exact", "follow-follower-dies", "shard-0", "shard-2", "sole-1", "stages-zero"),
     *(f"seed-{seed}" for seed in range(SEEDS)),
     *(f"tied-{name}" for name, *_ in TIED if name not in ("one", "end-lost")),
