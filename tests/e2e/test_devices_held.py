@@ -67,9 +67,9 @@ def test_a_rank_starts_once_its_predecessors_memory_is_free_and_the_report_says_
 
 
 FAULTY = """
-import os, torch
+import os
 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
-    error = getattr(torch, "AcceleratorError", RuntimeError)
+    error = type("AcceleratorError", (RuntimeError,), {"__module__": "torch"})
     raise error("CUDA error: an illegal memory access was encountered\\nSearch for it in the docs")
 """
 
@@ -79,7 +79,8 @@ def test_a_cuda_error_is_told_and_the_second_on_a_gpu_costs_its_node_its_place(
 ) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     script = str(tmp_path / "faulty.py")
-    job = start("faulty", "-n", "1", "--spares", "1", "--max-restarts", "5", script)
+    words = ("-n", "1", "--spares", "1", "--max-restarts", "5", "--cold")
+    job = start("faulty", *words, script)
     assert job.wait() == 0, job.text()
     first, second = json.loads(job.cli("report", "faulty", "--json").stdout)["recoveries"]
     for recovery in (first, second):

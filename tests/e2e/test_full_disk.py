@@ -109,7 +109,7 @@ for n in itertools.count():
 def start_beating(start: Callable[..., Job], folder: Path, *words: str) -> Job:
     """Start two ranks that note their generation again and again, and wait until both do."""
     (folder / "loop.py").write_text(f"import os\nos.environ['BEATS'] = {str(folder)!r}\n{BEAT}")
-    job = start("full", "-n", "2", *words, "loop.py")
+    job = start("full", "-n", "2", "--cold", *words, "loop.py")
     job.wait_until(lambda: read_generations(folder) == {"0"}, "ranks")
     return job
 

@@ -35,57 +35,52 @@ time.sleep(86_400)
 """
 
 
-def begin(start: Callable[..., Job], folder: Path, text: str, *options: str) -> Job:
-    (folder / "train.py").write_text(text)
-    longer_s = str(int(10 * PATIENCE_S))
-    job = start("grace", "-n", "2", "--shutdown-timeout", longer_s, *options, "train.py")
-    job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
-    return job
-
-
-def test_a_rank_that_handles_sigterm_is_waited_for_and_named(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    job = begin(start, tmp_path, SAVES)
-    job.process.send_signal(signal.SIGTERM)
-    for rank in range(2):
-        words = f"rank {rank} handles SIGTERM; perdure waits"
-        job.wait_until(lambda words=words: words in job.text(), "the name of the rank")
-    (tmp_path / "go").touch()
-    assert job.wait() == 0
-    assert [(tmp_path / f"saved-{rank}").exists() for rank in range(2)] == [True, True]
-
-
 def test_a_rank_that_ignores_sigterm_has_no_grace(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    job = begin(start, tmp_path, IGNORES, "--cold")
+    (tmp_path / "train.py").write_text(IGNORES)
+    longer_s = str(int(10 * PATIENCE_S))
+    job = start("grace", "-n", "2", "--shutdown-timeout", longer_s, "--cold", "train.py")
+    job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0
 
 
-def test_a_script_that_saves_itself_is_told_of_a_preemption(
+def test_a_script_that_saves_itself_is_told_of_a_preemption_and_waited_for_at_a_stop(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     """It is held until its machine is gone, or stays after all."""
     (tmp_path / "train.py").write_text(SAVES)
     (tmp_path / "job.toml").write_text(
         'script = "train.py"\nnproc = 2\n[preemption]\nfile = "gone"\nlead_s = 900.0\n'
+        f"[restart]\ngrace_s = {10 * PATIENCE_S}\n"
     )
-    (tmp_path / "go").touch()
-    job = start("grace", "-c", "job.toml")
+    go, saved = tmp_path / "go", [tmp_path / f"saved-{rank}" for rank in range(2)]
+    go.touch()
+    job = start("grace", "--cold", "-c", "job.toml")
     job.wait_until(lambda: "handler 0" in job.text() and "handler 1" in job.text(), "the ranks")
     job.wait_until(lambda: job.state().get("state") == "running", "a world that trains")
     (tmp_path / "gone").write_text("900 drill")
-    job.wait_until(lambda: (tmp_path / "saved-0").exists(), "the save of rank 0")
-    job.wait_until(lambda: (tmp_path / "saved-1").exists(), "the save of rank 1")
+    job.wait_until(lambda: all(path.exists() for path in saved), "the save of both ranks")
     job.wait_until(lambda: "announced seconds" in job.cli("report", "grace").stdout, "its length")
     assert job.text().count("handler 0") == 1
+    go.unlink()
+    for path in saved:
+        path.unlink()
     (tmp_path / "gone").unlink()
-    job.wait_until(lambda: job.text().count("handler 0") == 2, "the next life")
+    job.wait_until(lambda: job.text().count("handler 0") == 2, "the next life of rank 0")
+    job.wait_until(lambda: job.text().count("handler 1") == 2, "the next life of rank 1")
     job.wait_until(lambda: job.state().get("state") == "running", "a world that trains")
-    job.cli("stop", "grace")
+    before = job.text()
+    job.process.send_signal(signal.SIGTERM)
+    for rank in range(2):
+        words = f"rank {rank} handles SIGTERM; perdure waits"
+        job.wait_until(
+            lambda words=words: job.text().count(words) > before.count(words), "the rank's name"
+        )
+    go.touch()
     assert job.wait() == 0
+    assert all(path.exists() for path in saved)
 
 
 @pytest.mark.long
