@@ -3,8 +3,6 @@
 torch's store has no login: any user of the machine can end a meeting by writing into it.
 """
 
-import os
-import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,93 +19,89 @@ MEETING = """
 import os, time
 import torch, torch.distributed as dist
 
-def note(what):
-    open(f"{what}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}", "w").close()
-
-note("began")
-while not os.path.exists(f"go-{os.environ['RANK']}") and not os.path.exists("began-1-0"):
+me = os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + os.environ["RANK"]
+with open(f"port-{me}", "w") as file:
+    file.write(os.environ["MASTER_PORT"])
+open(f"began-{me}", "w").close()
+while not os.path.exists(f"go-{me}"):
     time.sleep(0.01)
-note("went")
 dist.init_process_group("gloo")
-note("met")
+open(f"met-{me}", "w").close()
 while not os.path.exists("end"):
     dist.all_reduce(torch.ones(1))
     time.sleep(0.01)
 dist.barrier()
 dist.destroy_process_group()
 """
+LOST = "lost its connection to the store"
 
 
-@pytest.fixture
-def job(start: Callable[..., Job], tmp_path: Path) -> Job:
-    """Return a job of two ranks that wait to meet in their first life."""
-    (tmp_path / "meeting.py").write_text(MEETING)
-    job = start("met", "-n", "2", "meeting.py")
-    wait_for(job, "began-0-0", "began-0-1")
-    return job
+def wait_for(job: Job, what: str, life: int) -> None:
+    """Wait until both ranks of this life have noted it."""
+    paths = [job.home / f"{what}-{life}-{rank}" for rank in range(2)]
+    job.wait_until(lambda: all(path.exists() for path in paths), f"{what} in life {life}")
 
 
-def wait_for(job: Job, *names: str) -> None:
-    """Wait until the script has noted these."""
-    job.wait_until(lambda: all((job.home / name).exists() for name in names), str(names))
+def let_go(job: Job, life: int, *ranks: int) -> None:
+    for rank in ranks:
+        (job.home / f"go-{life}-{rank}").touch()
 
 
-def check_blameless(job: Job, reason: str) -> None:
-    """The ranks of the next life meet, and perdure blames no rank of the first one."""
-    wait_for(job, "met-1-0", "met-1-1")
-    (job.home / "end").touch()
-    assert job.wait() == 0
-    (recovery,) = job.report()["recoveries"]
-    assert reason in recovery["reason"]
-    assert not recovery["culprit"].startswith("rank")
-    assert find_blamed(job) == []
-
-
-def test_a_store_that_dies_before_ranks_meet_ends_their_generation(job: Job) -> None:
-    os.kill(job.pid_of("perdure store"), signal.SIGKILL)
-    (job.home / "go-0").touch()
-    (job.home / "go-1").touch()
-    check_blameless(job, "lost its connection to the store")
-
-
-def test_a_store_that_dies_while_a_rank_waits_in_it_ends_the_generation(job: Job) -> None:
-    wait_in_store(job)
-    os.kill(job.pid_of("perdure store"), signal.SIGKILL)
-    check_blameless(job, "lost its connection to the store")
-
-
-def test_a_store_that_is_stopped_while_a_rank_waits_in_it_goes_on(job: Job) -> None:
-    wait_in_store(job)
-    os.kill(job.pid_of("perdure store"), signal.SIGSTOP)
-    (job.home / "go-1").touch()
-    wait_for(job, "met-0-0", "met-0-1")
-    (job.home / "end").touch()
-    assert job.wait() == 0
-    assert job.report()["recoveries"] == []
-    assert find_blamed(job) == []
-
-
-def test_who_writes_into_the_store_makes_perdure_blame_no_rank(job: Job) -> None:
-    if not hasattr(torch.distributed.TCPStore, "list_keys"):
-        pytest.skip("this torch cannot list the keys")
-    store = wait_in_store(job)
-    for key in store.list_keys():
-        store.set(key, "garbage")
-    (job.home / "go-1").touch()
-    check_blameless(job, "could not form a process group with the others")
-
-
-def wait_in_store(job: Job) -> torch.distributed.TCPStore:
-    """Let rank 0 wait for rank 1; return a stranger's connection to the store."""
-    (server,) = job.find("perdure store")
-    (listener,) = [
-        one
-        for one in psutil.Process(server.pid).net_connections()
-        if one.status == psutil.CONN_LISTEN
+def find_store(job: Job, life: int) -> tuple[psutil.Process, str, int]:
+    """Return the store of this life, and where it listens. Another one may stand by."""
+    port = int((job.home / f"port-{life}-0").read_text())
+    (found,) = [
+        (store, one.laddr.ip, port)
+        for store in job.find("perdure store")
+        for one in store.net_connections()
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
     ]
-    host, port = listener.laddr
+    return found
+
+
+def wait_in_store(job: Job, life: int) -> torch.distributed.TCPStore:
+    """Let rank 0 wait for rank 1; return a stranger's connection to the store."""
+    _, host, port = find_store(job, life)
     store = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
     before = store.num_keys()
-    (job.home / "go-0").touch()
+    let_go(job, life, 0)
     job.wait_until(lambda: store.num_keys() > before, "what rank 0 has written")
     return store
+
+
+def test_what_goes_wrong_at_the_store_blames_no_rank(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING)
+    job = start("met", "-n", "2", "meeting.py")
+
+    wait_for(job, "began", 0)  # It dies before ranks meet.
+    find_store(job, 0)[0].kill()
+    let_go(job, 0, 0, 1)
+
+    wait_for(job, "began", 1)  # It dies while a rank waits in it.
+    wait_in_store(job, 1)
+    find_store(job, 1)[0].kill()
+    reasons = [LOST, LOST]
+
+    wait_for(job, "began", 2)
+    if hasattr(torch.distributed.TCPStore, "list_keys"):  # The test writes into it.
+        store = wait_in_store(job, 2)
+        for key in store.list_keys():
+            store.set(key, "garbage")
+        let_go(job, 2, 1)
+        reasons.append("could not form a process group with the others")
+
+    life = len(reasons)
+    wait_for(job, "began", life)  # It is stopped while a rank waits in it, and goes on.
+    wait_in_store(job, life)
+    find_store(job, life)[0].suspend()
+    let_go(job, life, 1)
+    wait_for(job, "met", life)
+    (job.home / "end").touch()
+    assert job.wait() == 0
+    recoveries = job.report()["recoveries"]
+    for recovery, reason in zip(recoveries, reasons, strict=True):
+        assert reason in recovery["reason"]
+        assert not recovery["culprit"].startswith("rank")
+    assert find_blamed(job) == []
