@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.exact import Start
+from tests.e2e.test_listeners import count_listeners, list_open
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import time
+import os, time
 import torch, torch.distributed as dist
 
 class Slow:
@@ -24,7 +25,7 @@ value = torch.ones(1000)
 end = time.monotonic() + 8.0
 while float(value[0]) > 0.0:
     time.sleep(0.02)
-    value.fill_(float(time.monotonic() < end))
+    value.fill_(float(time.monotonic() < end or not os.path.exists("end")))
     dist.broadcast(value, 0)
 rank = dist.get_rank()
 if rank == 0:
@@ -37,9 +38,14 @@ if rank == 0:
 """
 
 
-def test_what_a_script_does_after_training_is_no_hang(start: Start, tmp_path: Path) -> None:
+def test_a_plain_job_listens_on_loopback_alone_and_its_last_work_is_no_hang(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     job = start("last", "-n", "2", str(tmp_path / "train.py"))
+    job.wait_until(lambda: count_listeners(job) >= 2, "gloo on both ranks")
+    assert list_open(job) == []
+    (tmp_path / "end").touch()
     assert job.wait() == 0
     verdicts = json.loads(job.cli("diagnose", "last", "--json").stdout)["verdicts"]
     # On a busy machine a rank may stand still while it trains, which is right to be told.

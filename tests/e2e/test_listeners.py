@@ -1,4 +1,8 @@
-"""What a job on one machine listens on: nothing that another machine could reach."""
+"""What a job on one machine listens on: nothing that another machine could reach.
+
+Jobs that do more than this are asked as well: `test_last_work` has a plain one, and
+`test_elastic_slots` an elastic one.
+"""
 
 import ipaddress
 from collections.abc import Callable
@@ -39,9 +43,8 @@ def count_listeners(job: Job) -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    "cold", [pytest.param(False, marks=pytest.mark.long), True], ids=["warm", "cold"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_a_plain_job_listens_on_loopback_alone(start: Start, tmp_path: Path, cold: bool) -> None:
     words = ["--cold"] if cold else []
     script = [str(SCRIPTS / "allreduce.py"), "--steps", FOR_EVER]
@@ -50,13 +53,9 @@ def test_a_plain_job_listens_on_loopback_alone(start: Start, tmp_path: Path, col
     assert list_open(job) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("script", "cold"),
-    [
-        pytest.param("train_paced.py", False, marks=pytest.mark.long),
-        ("elastic.py", False),
-        pytest.param("elastic.py", True, marks=pytest.mark.long),
-    ],
+    ("script", "cold"), [("train_paced.py", False), ("elastic.py", False), ("elastic.py", True)]
 )
 def test_a_job_that_trains_listens_on_loopback_alone(
     start: Start, tmp_path: Path, script: str, cold: bool
