@@ -18,10 +18,12 @@ from perdure.model.bus.wire import (
     FromKeeper,
     KeeperExit,
     KeeperExited,
+    KeeperKill,
     KeeperSpawn,
     KeeperSpawned,
     KeeperState,
     KeeperStatus,
+    KeeperStopped,
     KeeperStore,
     KeeperStoreReady,
     RankLaunch,
@@ -43,6 +45,8 @@ class Node:
         self.home, self.cold = home, cold
         self.paths: JobPaths = locate_job(str(home), JOB)
         self.port = 0
+        self.next = 0
+        """Number of the next generation to start."""
         self.env: dict[str, str] = {}
         self.environ = environ | ({"PERDURE_COLD": "1"} if cold else {})
         os.makedirs(self.paths.root, exist_ok=True)
@@ -149,11 +153,22 @@ class Node:
             args=args,
             **(defaults | options),
         )
+        self.next = max(self.next, generation + 1)
         self.ask(order)
         spawned: KeeperSpawned = self.expect(KeeperSpawned, generation=generation)
         return spawned
 
+    def clear(self) -> None:
+        """End what runs, and forget the trail and the store: another test comes."""
+        if self.next:
+            self.ask(KeeperKill(self.next - 1))
+            self.expect(KeeperStopped, generation=self.next - 1)
+        self.skipped.clear()
+        self.port = 0
+        (self.home / "trail").unlink(missing_ok=True)
+
     def serve_store(self, generation: int, world: int) -> None:
+        self.next = max(self.next, generation + 1)
         self.ask(KeeperStore(generation, world))
         ready = self.expect(KeeperStoreReady, generation=generation)
         assert ready.port, ready.why_not

@@ -52,6 +52,23 @@ def node(tmp_path: Path, cold: bool) -> Iterator[Node]:
     node.end()
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Return a node with an image, for all tests that leave it as it is: one takes 4 s of CPU."""
+    node = Node(tmp_path_factory.mktemp("warm"))
+    node.wait_warm()
+    yield node
+    node.end()
+
+
+@pytest.fixture
+def kept(cold: bool, request: pytest.FixtureRequest) -> Iterator[Node]:
+    """Return a node on which other tests may have run; `next` is its first generation."""
+    node: Node = request.getfixturevalue("node" if cold else "warm")
+    yield node
+    node.clear()
+
+
 without_image = pytest.mark.parametrize("cold", [True], ids=["no image"])
 
 
@@ -64,8 +81,9 @@ note("first", time.monotonic())
 """
 
 
-def test_generations(node: Node) -> None:
+def test_generations(kept: Node) -> None:
     """Two ranks train, one is killed, and the next generation starts warm."""
+    node, first = kept, kept.next
     script = node.script(
         TRAIL
         + """
@@ -81,29 +99,35 @@ while True:
     time.sleep(0.01)
 """
     )
-    node.wait_warm()
-    node.serve_store(0, 2)
-    spawned = node.spawn(0, script, world=2)
+    node.serve_store(first, 2)
+    spawned = node.spawn(first, script, world=2)
     assert spawned.warm, spawned.why_cold
     node.wait_trail(4)
     os.kill(spawned.pids[1], signal.SIGKILL)
-    record = node.ended(0, 1)
+    record = node.ended(first, 1)
     assert (record.signal, record.asked, record.pid) == (9, False, spawned.pids[1])
-    node.ask(KeeperKill(0))
-    other = node.ended(0, 0)
+    node.ask(KeeperKill(first))
+    other = node.ended(first, 0)
     assert other.asked or other.code == 1  # Its own exception may come first.
-    node.expect(KeeperStopped, generation=0)
-    node.serve_store(1, 2)
-    spawned = node.spawn(1, script, world=2)
+    node.expect(KeeperStopped, generation=first)
+    node.serve_store(first + 1, 2)
+    spawned = node.spawn(first + 1, script, world=2)
     assert spawned.warm, spawned.why_cold
     node.wait_trail(8)
-    again = node.spawn(1, script, world=2)
+    again = node.spawn(first + 1, script, world=2)
     assert len(again.pids) == 2
     assert len(node.trail()) == 8
 
 
-def test_nothing_escapes_a_kill(node: Node) -> None:
+def find_ranks(node: Node) -> list[str]:
+    """Return all processes of the node but its keeper, its image, and a store that stands by."""
+    own = ("keeper", "zygote", "standby")
+    return [line for line in node.leftovers() if not any(word in line for word in own)]
+
+
+def test_nothing_escapes_a_kill(kept: Node) -> None:
     """Stopped ranks and detached grandchildren end too, SIGTERM first where asked."""
+    node, first = kept, kept.next
     script = node.script(
         TRAIL
         + """
@@ -122,31 +146,31 @@ while True:
     time.sleep(0.02)
 """
     )
-    node.wait_warm()
-    spawned = node.spawn(0, script, world=2)
+    spawned = node.spawn(first, script, world=2)
     node.wait_trail(6)
     # The ranks outlive SIGTERM, so the hour of grace ends by the second order alone.
-    node.ask(KeeperKill(0, 3600.0))
+    node.ask(KeeperKill(first, 3600.0))
     # Both ranks hear it, and what each has forked into a session whose leader has ended.
     assert [e for e in node.wait_trail(10) if e[0] == "term"] == 4 * [["term"]]
     assert all(psutil.Process(pid).is_running() for pid in spawned.pids.values())
-    node.ask(KeeperKill(0))
-    node.expect(KeeperStopped, generation=0)
-    assert not [x for x in node.leftovers() if "keeper" not in x and "zygote" not in x]
-    spawned = node.spawn(1, script, world=2)
+    node.ask(KeeperKill(first))
+    node.expect(KeeperStopped, generation=first)
+    assert not find_ranks(node)
+    spawned = node.spawn(first + 1, script, world=2)
     node.wait_trail(14)
-    node.ask(KeeperSignal(1, 0, signal.SIGSTOP))
+    node.ask(KeeperSignal(first + 1, 0, signal.SIGSTOP))
     stopped = psutil.Process(spawned.pids[0])
     wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "stop of rank 0")
-    node.ask(KeeperKill(1, 0.3))
-    assert node.ended(1, 0).asked
-    node.expect(KeeperStopped, generation=1)
-    assert not [x for x in node.leftovers() if "keeper" not in x and "zygote" not in x]
-    node.ask(KeeperKill(1))
-    node.expect(KeeperStopped, generation=1)
+    node.ask(KeeperKill(first + 1, 0.3))
+    assert node.ended(first + 1, 0).asked
+    node.expect(KeeperStopped, generation=first + 1)
+    assert not find_ranks(node)
+    node.ask(KeeperKill(first + 1))
+    node.expect(KeeperStopped, generation=first + 1)
     # What was ended is never started again.
-    node.ask(KeeperSpawn(1, (node.launch(1, 0, 1),), script, (), False, False, ".", False))
-    node.expect(KeeperStopped, generation=1)
+    ranks = (node.launch(first + 1, 0, 1),)
+    node.ask(KeeperSpawn(first + 1, ranks, script, (), False, False, ".", False))
+    node.expect(KeeperStopped, generation=first + 1)
 
 
 def test_keeper_killed(node: Node) -> None:
@@ -215,7 +239,6 @@ ENDINGS: dict[str, str] = {
         "print(sys.path[0], sorted(k for k in globals() if k != 'k'), os.getcwd())\n"
         "print(sys.flags.safe_path, sys.stdin.read(), type(__loader__).__name__)\n"
         "import __main__; print(__main__.sys is sys, sys.orig_argv[-1])\n"
-        "import torch; print(torch.get_num_threads())\n"
     ),
     "uncaught in thread": (
         "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='t')\n"
@@ -245,8 +268,7 @@ def find_stores(node: Node, word: str) -> dict[int, psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_standby_serves_the_next_generation(node: Node, harm: signal.Signals) -> None:
+def test_a_standby_serves_the_next_generation(node: Node) -> None:
     """It is there before it is needed, lives through an end, and is replaced once it is used."""
     node.wait_warm()
     script = node.script("import time\ntime.sleep(3600)\n")
@@ -254,38 +276,40 @@ def test_a_standby_serves_the_next_generation(node: Node, harm: signal.Signals) 
     assert node.spawn(0, script).warm
     wait_until(lambda: find_stores(node, "standby"), "a standby")
     (older,) = find_stores(node, "g0")
-    ((first, process),) = find_stores(node, "standby").items()
+    ((used, process),) = find_stores(node, "standby").items()
     ports = {one.laddr.port for one in process.net_connections()}
     node.ask(KeeperKill(0))
     node.ask(KeeperStore(1, 1))
     assert node.expect(KeeperStoreReady, generation=1).port in ports
     node.expect(KeeperStopped, generation=0)
     wait_until(lambda: is_gone(older), "the end of the older store")
-    assert node.spawn(1, script).warm
 
-    def find_another() -> set[int]:
-        return find_stores(node, "standby").keys() - {first}
+    for generation, harm in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+        assert node.spawn(generation, script).warm
 
-    wait_until(find_another, "another standby")
-    (second,) = find_another()
-    os.kill(second, harm)
-    wait_until(lambda: harm == signal.SIGSTOP or is_gone(second), "the harm")
-    node.ask(KeeperKill(1))
-    node.ask(KeeperStore(2, 1))
-    assert node.expect(KeeperStoreReady, generation=2).port
-    node.expect(KeeperStopped, generation=1)
-    assert find_stores(node, "g2") or not is_gone(second)
+        def find_another(used: int = used) -> set[int]:
+            return find_stores(node, "standby").keys() - {used}
+
+        wait_until(find_another, "another standby")
+        (used,) = find_another()
+        os.kill(used, harm)
+        if harm == signal.SIGKILL:
+            wait_until(lambda: is_gone(used), "the harm")  # noqa: B023
+        node.ask(KeeperKill(generation))
+        node.ask(KeeperStore(generation + 1, 1))
+        assert node.expect(KeeperStoreReady, generation=generation + 1).port
+        node.expect(KeeperStopped, generation=generation)
+        assert find_stores(node, f"g{generation + 1}") or not is_gone(used)
 
 
 @pytest.mark.parametrize(
     "cold", [False, pytest.param(True, marks=pytest.mark.long)], ids=["warm", "cold"]
 )
-def test_same_as_python(node: Node, cold: bool) -> None:
+def test_same_as_python(kept: Node) -> None:
     """Streams, exit codes and exceptions are what `python SCRIPT` gives."""
-    if not cold:
-        node.wait_warm()
+    node = kept
     differences = []
-    for generation, (name, text) in enumerate(ENDINGS.items()):
+    for generation, (name, text) in enumerate(ENDINGS.items(), node.next):
         script = node.script(text, f"ending_{name.replace(' ', '_')}.py")
         plain = _plain(node, script, "--flag", "value")
         node.spawn(generation, script, "--flag", "value")
@@ -306,24 +330,30 @@ def test_same_as_python(node: Node, cold: bool) -> None:
         if name == "syntax":
             assert record.error.startswith("SyntaxError:")
     assert not differences, "\n".join(differences)
+    last = node.next
+    node.spawn(last, node.script("import torch\nprint(torch.get_num_threads())"))
+    assert node.ended(last).code == 0
+    assert (node.launch(last, 0, 1).env["OMP_NUM_THREADS"], node.text(last)) == ("1", "1\n")
 
 
 @pytest.mark.parametrize(
     "cold", [False, pytest.param(True, marks=pytest.mark.long)], ids=["warm", "cold"]
 )
-def test_multiprocessing(node: Node, cold: bool) -> None:
+def test_multiprocessing(kept: Node) -> None:
     """Spawn, forkserver, fork and loader workers find the script's functions, not its ring."""
+    node, first = kept, kept.next
     script = node.script(
         TRAIL
         + """
-import multiprocessing, sys, torch, random, numpy
+import multiprocessing, sys, random
 def work(x):
     from perdure.worker import attach
     return x * 2, os.environ.get("PERDURE_ATTACH", ""), attach._attachment is not None
-class Data(torch.utils.data.Dataset):
+class Data:
     def __len__(self): return 8
     def __getitem__(self, i): return torch.tensor([float(i)])
 if __name__ == "__main__":
+    import numpy, torch  # What is spawned needs neither.
     from perdure.worker import attach
     note("attached", attach._attachment is not None)
     for kind in ("spawn", "forkserver", "fork"):
@@ -334,11 +364,9 @@ if __name__ == "__main__":
     note("random", random.random(), numpy.random.rand(), torch.initial_seed())
 """
     )
-    if not cold:
-        node.wait_warm()
-    node.spawn(0, script, world=2)
+    node.spawn(first, script, world=2)
     for rank in range(2):
-        record = node.ended(0, rank)
+        record = node.ended(first, rank)
         assert record.code == 0, record
     trail = node.trail()
     for kind in ("spawn", "forkserver"):
@@ -378,17 +406,16 @@ def test_module_and_program(node: Node) -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_standard_input_arrives(node: Node, cold: bool) -> None:
+def test_standard_input_arrives(kept: Node) -> None:
     """A rank reads the rest of what another process has as its standard input."""
-    if not cold:
-        node.wait_warm()
+    node = kept
     script = node.script(
         TRAIL + "import sys\nnote(sys.stdin.name, sys.stdin.mode, sys.stdin.seekable(),"
         " sys.stdin.buffer.seekable(), sys.stdin.line_buffering, repr(sys.stdin.read()))"
     )
     rows = node.home / "rows"
     rows.write_bytes(b"read before\n1\r\n2\n")
-    for generation, kind in enumerate(("pipe", "file")):
+    for generation, kind in enumerate(("pipe", "file"), node.next):
         with rows.open("rb", buffering=0) as file:
             file.readline()
             holder = subprocess.Popen(
@@ -400,6 +427,7 @@ def test_standard_input_arrives(node: Node, cold: bool) -> None:
                 holder.stdin.close()
             launch = msgspec.structs.replace(node.launch(generation, 0, 1), stdin=holder.pid)
             home = str(node.home)
+            node.next = generation + 1
             node.ask(KeeperSpawn(generation, (launch,), script, (), False, False, home, False))
             assert node.ended(generation).code == 0
             seeks = kind == "file"  # As in plain Python.
@@ -429,10 +457,10 @@ def test_a_program_below_a_shell_hears_sigterm(node: Node) -> None:
     assert (node.home / "saved").exists()
 
 
-def test_a_rank_that_works_on_sigterm_has_its_store(node: Node) -> None:
+def test_a_rank_that_works_on_sigterm_has_its_store(kept: Node) -> None:
     """It may save together with others, and meet them at the store."""
-    node.wait_warm()
-    node.serve_store(0, 1)
+    node, first = kept, kept.next
+    node.serve_store(first, 1)
     script = node.script(
         TRAIL
         + """
@@ -440,7 +468,7 @@ import signal, torch.distributed as dist
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 def save(*_):
     note("told")
-    while not os.path.exists("go"):
+    while not os.path.exists("saving"):
         time.sleep(0.02)
     store.set("saved", "yes")
     note(store.get("saved").decode())
@@ -450,16 +478,16 @@ note("ready")
 time.sleep(3600)
 """
     )
-    node.spawn(0, script)
+    node.spawn(first, script)
     node.wait_trail(2)
-    node.ask(KeeperKill(0, 3600.0))
+    node.ask(KeeperKill(first, 3600.0))
     node.wait_trail(3)
     node.ask(KeeperStatus())
     node.expect(KeeperState)  # So all have been told.
-    (node.home / "go").touch()
-    assert node.ended(0).code == 0
+    (node.home / "saving").touch()
+    assert node.ended(first).code == 0
     assert node.trail()[3] == ["yes"]
-    node.expect(KeeperStopped, generation=0)
+    node.expect(KeeperStopped, generation=first)
 
 
 @pytest.mark.parametrize("word", ["LOCAL_RANK", "getpid"])
