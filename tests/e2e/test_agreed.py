@@ -41,7 +41,7 @@ KEPT = [
     ),
 ]
 REFUSED = [
-    pytest.param("data", (), "alters the buffer", id="data"),
+    pytest.param("data", (), "alters the buffer", id="data", marks=LONG),
     pytest.param("assign", (), "alters the buffer", id="assign", marks=LONG),
     pytest.param("data", ("--shard", "2"), "alters the buffer", id="data shard", marks=LONG),
     pytest.param("data", ("--pipeline", "2"), "alters the buffer", id="data stages", marks=LONG),

@@ -158,7 +158,7 @@ else:
     out = open(args.trail / f"rank-{os.getpid()}", "w", buffering=1)  # noqa: SIM115
 
     def note(step: perdure.elastic.Step) -> None:
-        time.sleep(0.03)
+        time.sleep(0.1)
         if situation == "writes":
             with torch.no_grad():
                 clip(model)
