@@ -9,7 +9,6 @@ import sys
 import tarfile
 from pathlib import Path
 
-import pytest
 import xxhash
 from tests.journals import Story, render_journal
 from tests.waiting import PATIENCE_S
@@ -32,14 +31,15 @@ SECRET = "root:$6$not-for-you"
 MEMORY_BYTES = 4 << 30
 """Address space of a command: a file without an end would fill the machine's memory else."""
 
-ASK_ALL = """
-import sys
+RUN_ALL = """
+import json, sys
 from perdure.cli.app import run_command
-for job in sys.argv[1:]:
-    for verb in ("status", "report", "logs", "events"):
-        print("###", verb, job, flush=True)
-        print("### code", run_command([verb, job]), flush=True)
+for words in json.loads(sys.argv[1]):
+    for stream in sys.stdout, sys.stderr:
+        print("###", *words, file=stream, flush=True)
+    print("### code", run_command(words), flush=True)
 """
+"""Runs each command of a list; one process imports perdure for all."""
 
 
 def lay_down(home: Path, name: str) -> Path:
@@ -97,13 +97,26 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", ["fifo", "zero", "secret", "huge"])
-def test_what_lies_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path, kind: str) -> None:
+def run_all(home: Path, *commands: list[str]) -> tuple[list[int], list[str], list[str]]:
+    """Run commands in one process; return the exit code, output, and errors of each."""
+    done = run(home, "-c", RUN_ALL, json.dumps(commands))
+    out, errors = (f"\n{text}".split("\n### ")[1:] for text in (done.stdout, done.stderr))
+    codes = [int(text.split()[1]) for text in out if text.startswith("code ")]
+    told = [text for text in out if not text.startswith("code ")]
+    assert len(codes) == len(told) == len(errors) == len(commands), done.stdout + done.stderr
+    return codes, told, errors
+
+
+KINDS = ("fifo", "zero", "secret", "huge")
+
+
+def test_what_lies_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
     """A FIFO hung `perdure status` for ever, and a link to /dev/zero filled the memory."""
     secret, home = tmp_path / "shadow", tmp_path / "home"
     secret.write_text(f"{SECRET}\n")
     lay_down(home, "whole")
-    for job, names in JOBS.items():
+    jobs = {f"{job}-{kind}": (kind, names) for job, names in JOBS.items() for kind in KINDS}
+    for job, (kind, names) in jobs.items():
         folder = lay_down(home, job)
         for name in names:
             if (kind, name[-4:]) != ("huge", ".out"):  # `perdure logs` streams all of a log.
@@ -111,55 +124,61 @@ def test_what_lies_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path, kind: 
     listed = run(home, "-m", "perdure", "status", "--all", "--json")
     assert listed.returncode == 0, listed.stderr
     rows = {row["job"] for row in json.loads(listed.stdout)["jobs"]}
-    assert rows | {"bad-journal"} == {"whole", *JOBS}  # What a job was is in its journal.
-    told = run(home, "-c", ASK_ALL, "whole", *JOBS)
-    codes = [line for line in told.stdout.splitlines() if line.startswith("### code")]
-    assert len(codes) == 4 * (1 + len(JOBS)), told.stdout[-2000:] + told.stderr[-2000:]
-    assert {line.split()[2] for line in codes} <= {"0", "2", "3"}
-    bundle = tmp_path / "bundle.tar.gz"
-    made = run(home, "-m", "perdure", "bundle", "bad-rest", "--out", str(bundle), "--yes")
-    assert made.returncode == 0, made.stderr
-    with tarfile.open(bundle) as archive:
-        texts = [file.read().decode() for entry in archive if (file := archive.extractfile(entry))]
-    for text in (listed.stderr, told.stdout, told.stderr, made.stderr, *texts):
+    unknown = {f"bad-journal-{kind}" for kind in KINDS}  # What a job was is in its journal.
+    assert rows | unknown == {"whole", *jobs}
+    verbs = ("status", "report", "logs", "events")
+    codes, *told = run_all(home, *([verb, job] for job in ("whole", *jobs) for verb in verbs))
+    assert set(codes) <= {0, 2, 3}
+    bundles = {f"bad-rest-{kind}": tmp_path / f"{kind}.tar.gz" for kind in KINDS}
+    words = (["bundle", job, "--out", str(to), "--yes"] for job, to in bundles.items())
+    codes, *made = run_all(home, *words)
+    assert codes == [0] * len(KINDS), made
+    texts = [listed.stderr, *(text for texts in (*told, *made) for text in texts)]
+    for bundle in bundles.values():
+        with tarfile.open(bundle) as archive:
+            files = [file for entry in archive if (file := archive.extractfile(entry))]
+            texts += [file.read().decode() for file in files]
+    for text in texts:
         assert "Traceback" not in text
         assert SECRET not in text
 
 
-@pytest.mark.parametrize("kind", ["fifo", "zero", "directory", "socket", "huge"])
-@pytest.mark.parametrize("name", ["manifest.json", "weights.pt"])
-def test_a_checkpoint_whose_file_is_none_holds_verify_up_no_longer(
-    tmp_path: Path, kind: str, name: str
-) -> None:
+STRANGE = ("fifo", "zero", "directory", "socket", "huge")
+
+
+def test_a_checkpoint_whose_file_is_none_holds_verify_up_no_longer(tmp_path: Path) -> None:
     """`perdure verify` waited for a FIFO for ever, and read /dev/zero until its memory was full."""
-    folder = tmp_path / "step-00000001"
     entry = FileEntry(path="weights.pt", bytes=3, xxh3_128=xxhash.xxh3_128_hexdigest(b"abc"))
-    put("directory", folder, folder)
-    (folder / "weights.pt").write_bytes(b"abc")
     manifest = Manifest(step=1, world_size=1, files=(entry,))
-    (folder / "manifest.json").write_bytes(encode(manifest))
-    whole = run(tmp_path, "-m", "perdure", "verify", str(tmp_path))
-    assert whole.returncode == 0, whole.stderr
-    put(kind, folder / name, folder)
-    done = run(tmp_path, "-m", "perdure", "verify", str(tmp_path))
-    assert done.returncode == 3, done.stderr
-    assert "DAMAGED" in done.stdout
-    assert "Traceback" not in done.stderr
+    places = {"whole": tmp_path / "whole" / "step-00000001"}
+    for kind in STRANGE:
+        for name in ("manifest.json", "weights.pt"):
+            places[f"{kind} {name}"] = tmp_path / f"{kind}-{name}" / "step-00000001"
+    for what, folder in places.items():
+        put("directory", folder, folder)
+        (folder / "weights.pt").write_bytes(b"abc")
+        (folder / "manifest.json").write_bytes(encode(manifest))
+        kind, _, name = what.partition(" ")
+        if name:
+            put(kind, folder / name, folder)
+    codes, told, errors = run_all(
+        tmp_path, *(["verify", str(folder.parent)] for folder in places.values())
+    )
+    assert codes == [0, *[3] * (len(places) - 1)], errors
+    assert ["DAMAGED" in text for text in told] == [False, *[True] * (len(places) - 1)]
+    assert not [text for text in errors if "Traceback" in text]
 
 
-@pytest.mark.parametrize("kind", ["fifo", "zero", "directory", "socket", "huge"])
-def test_a_file_that_a_person_names_is_refused_in_a_line(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "named"
-    put(kind, path, path)
-    program = """
-import sys
-from perdure.cli.app import run_command
-path = sys.argv[1]
-plan = "plan --devices 2 --global-batch 8 --memory 1GB"
-for words in ("trace show", plan, "run --config", "run"):
-    print("### code", run_command([*words.split(), path]), flush=True)
-"""
-    done = run(tmp_path, "-c", program, str(path))
-    assert done.stdout.split("\n")[:4] == ["### code 2"] * 4, done.stderr
-    assert done.stderr.count(str(path)) == 4, done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_file_that_a_person_names_is_refused_in_a_line(tmp_path: Path) -> None:
+    paths = {kind: tmp_path / f"named-{kind}" for kind in STRANGE}
+    plan = "plan --devices 2 --global-batch 8 --memory 1GB"
+    commands = []
+    for kind, path in paths.items():
+        put(kind, path, path)
+        words = ("trace show", plan, "run --config", "run")
+        commands += [[*one.split(), str(path)] for one in words]
+    codes, _, errors = run_all(tmp_path, *commands)
+    assert codes == [2] * len(commands), errors
+    for words, text in zip(commands, errors, strict=True):
+        assert text.partition("\n")[2].count(words[-1]) == 1, text
+        assert "Traceback" not in text
