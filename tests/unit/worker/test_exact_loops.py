@@ -30,7 +30,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *KEPT, *CHANGED])
+LONG = {
+    *(f"optimizer_{name}" for name in (
+        "adadelta", "adagrad", "adam", "adam_amsgrad", "adam_foreach", "adam_fused", "adamw",
+        "adamw_maximize", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd_fused",
+    )),
+    *(f"schedule_{name}" for name in (
+        "multiplicative", "step", "multi_step", "constant", "linear", "exponential", "cosine",
+        "polynomial", "cyclic", "warm_restarts",
+    )),
+}  # fmt: skip
+"""Optimizers and schedules whose state has the form of one that stays: tensors, and numbers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in LONG else ())
+        for name in (*LOOPS, *KEPT, *CHANGED)
+    ],
+)
 def test_a_killed_loop_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     differ, said = find_difference((LOOPS | KEPT | CHANGED)[name], str(tmp_path))
     assert (differ, said) == ([], "")
