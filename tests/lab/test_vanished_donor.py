@@ -19,7 +19,7 @@ from tests.unit.worker.test_elastic_joining import KEY, Member, order
 import tests.unit.worker.test_elastic_joining as joining
 host, key = sys.argv[1], sys.stdin.read()
 joining.HOST = host
-member = Member()
+member = Member(step_s=0.1)
 member.start()
 print(member.address, flush=True)
 while True:

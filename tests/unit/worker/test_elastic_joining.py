@@ -90,8 +90,9 @@ class Model:
 class Member:
     """A donor whose training thread makes a step whenever the test wants one."""
 
-    def __init__(self, model: Model | None = None) -> None:
+    def __init__(self, model: Model | None = None, *, step_s: float = 0.005) -> None:
         self.model = model or Model()
+        self._step_s = step_s
         self.donor = Donor(3, self.model)  # type: ignore[arg-type]
         self.address = self.donor.reserve(HOST)
         self.error: BaseException | None = None
@@ -113,7 +114,7 @@ class Member:
 
     def _train(self) -> None:
         try:
-            while not self._over.wait(0.005):
+            while not self._over.wait(self._step_s):
                 self.step()
         except BaseException as error:
             self.error = error
