@@ -62,13 +62,16 @@ def check_dry(out: Path, names: set[str]) -> None:
 SHORT = sorted({one.name for one in EXPERIMENTS} - LONG)
 
 
-def test_a_sixth_of_the_experiments_passes_dry(tmp_path: Path) -> None:
-    check_dry(tmp_path, set(SHORT[::6]))
+FEW = {SHORT[0], SHORT[-1]}
+
+
+def test_two_of_the_experiments_pass_dry(tmp_path: Path) -> None:
+    check_dry(tmp_path, FEW)
 
 
 @pytest.mark.long
 def test_the_other_experiments_pass_dry(tmp_path: Path) -> None:
-    check_dry(tmp_path, set(SHORT) - set(SHORT[::6]))
+    check_dry(tmp_path, set(SHORT) - FEW)
 
 
 @pytest.mark.long
