@@ -45,7 +45,7 @@ def test_a_job_runs_by_url_and_credentials(
 ) -> None:
     own = ("--nats", cluster.url, "--nats-creds", str(cluster.creds), "--nats-tls-ca", cluster.ca)
     script = (str(SCRIPTS / "train_paced.py"), "--trail", str(tmp_path), "--steps", "100000")
-    job = start(JOB, "-n", "2", *own, *script, "--step-s", "0.05")
+    job = start(JOB, "-n", "1", *own, *script, "--step-s", "0.2")
     job.wait_step(5)
     saved = json.loads(job.cli("checkpoint", JOB, "--json").stdout)["step"]
     job.kill("perdure controller")

@@ -59,7 +59,9 @@ def ranks(tmp_path, request):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("ranks", ["auto", "status"], indirect=True)
+@pytest.mark.parametrize(
+    "ranks", ["auto", pytest.param("status", marks=pytest.mark.long)], indirect=True
+)
 def test_the_rank_that_did_not_arrive_is_seen_from_outside(ranks):
     rings, processes = ranks
     for process in processes:

@@ -89,8 +89,8 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_run_shows_its_ranks_and_returns_their_status(run: Callable[..., Run]) -> None:
-    job = run("0.1")
+def check_whole(job: Run) -> None:
+    """A run shows its ranks, returns their status, and leaves nothing."""
     assert job.wait() == 0
     assert "[rank 0] hello from 0 of generation 0" in job.text()
     entries = list(read_mirror(job.paths) or ())
@@ -229,7 +229,7 @@ def test_sigterm_stops_the_job(run: Callable[..., Run]) -> None:
     job.assert_clean()
 
 
-def test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside(
+def test_a_name_that_runs_is_refused_and_the_whole_run_after_it_sets_its_journal_aside(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
     over = tmp_path / "over"
@@ -241,8 +241,8 @@ def test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside(
     (Path(job.paths.root) / "checkpoints").mkdir()
     over.touch()
     assert job.wait() == 0
-    third = run("0")
-    assert third.wait() == 0
+    third = run("0.1")
+    check_whole(third)
     root = Path(job.paths.root)
     assert (root / "previous/1/journal.jsonl").exists()
     assert (root / "checkpoints").exists()
