@@ -10,6 +10,7 @@ import random
 import re
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,9 +115,16 @@ def load(form: str, path: str, ranks: int) -> int | None:
 
 
 def kill_again_and_again(
-    start: Start, folder: Path, form: str, kills: int, chance: random.Random, *, ranks: int = 2
+    start: Start,
+    folder: Path,
+    form: str,
+    kills: int,
+    chance: random.Random,
+    *,
+    ranks: int = 2,
+    kill_last: Callable[[Job], None] | None = None,
 ) -> Account:
-    """Kill any rank of a job `kills` times; return what was found."""
+    """Kill any rank of a job `kills` times, and at last by `kill_last`; return what was found."""
     keys = ("own_copy = true",) if form == "overwritten" else ()
     job = run_saver(start, folder, form, (DECLARED[form],), *keys, ranks=ranks)
     account = Account()
@@ -139,9 +147,11 @@ def kill_again_and_again(
         if not whole <= after <= latest:
             text = f"kill {life} of rank {victim}: {before} load, {begun} begun, life at {after}"
             account.faults.append(text)
+    if kill_last is not None:
+        kill_last(job)
     (folder / "enough").touch()
     code = job.wait()
-    if code or job.state()["restarts"] != kills:
+    if code or job.state()["restarts"] != kills + (kill_last is not None):
         account.faults.append(
             f"code {code}, {job.state()['restarts']} restarts: {job.text()[-2000:]}"
         )

@@ -14,6 +14,7 @@ from perdure.cli.jobs import find_here
 from perdure.cli.page.reading import JobReading
 from perdure.dash.sections import render_section
 from tests.e2e.exact import Start
+from tests.e2e.harness import Job
 from tests.e2e.own_kills import (
     DECLARED,
     kill_again_and_again,
@@ -25,30 +26,42 @@ from tests.e2e.own_kills import (
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 KILLS = 5
-SHORT = ("trainer",)
-"""A file, a folder, and shards; each format, cut at every place: tests/unit/test_own.py."""
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(f, marks=() if f in SHORT else pytest.mark.long) for f in DECLARED],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("form", [form for form in DECLARED if form != "trainer"])
 def test_killed_in_the_midst_of_saves(start: Start, tmp_path: Path, form: str) -> None:
+    """Each format, cut at every place: tests/unit/test_own.py."""
     account = kill_again_and_again(start, tmp_path, form, KILLS, random.Random(form))
     assert not account.faults, account.faults
     assert account.kills == KILLS
 
 
-def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> None:
-    job = run_saver(start, tmp_path, "trainer", (DECLARED["trainer"],))
-    wait_saves(job, tmp_path, 0, 3)
-    newest = tmp_path / "out" / "checkpoint-9999"
-    newest.mkdir()
-    (newest / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
-    job.kill("perdure rank")
-    wait_saves(job, tmp_path, 1, 1)
-    assert (tmp_path / "out.torn" / "checkpoint-9999" / "model.safetensors").exists()
-    assert not newest.exists()
+def test_killed_in_the_midst_of_saves_and_a_torn_newest_one_is_moved_and_said(
+    start: Start, tmp_path: Path
+) -> None:
+    """Its saves are a file, a folder, and shards."""
+
+    def tear_newest(job: Job) -> None:
+        newest = tmp_path / "out" / "checkpoint-9999"
+        newest.mkdir()
+        (newest / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+        life = len(read_lives(tmp_path))
+        job.kill(f"perdure rank own g{life - 1} r0")
+        wait_saves(job, tmp_path, life, 1)
+        assert (tmp_path / "out.torn" / "checkpoint-9999" / "model.safetensors").exists()
+        assert not newest.exists()
+        check_told(job)
+
+    account = kill_again_and_again(
+        start, tmp_path, "trainer", KILLS, random.Random("trainer"), kill_last=tear_newest
+    )
+    assert not account.faults, account.faults
+    assert account.kills == KILLS
+
+
+def check_told(job: Job) -> None:
+    """See that the torn one is named, and where it was moved."""
     words = "out/checkpoint-9999 (model.safetensors: a header of 64 bytes in a file of 9)"
     job.wait_until(lambda: words in job.text().replace("\n", " "), "its name in the output")
     for text in (job.text(), job.cli("status", "own").stdout, job.cli("report", "own").stdout):
@@ -57,8 +70,6 @@ def test_a_torn_newest_one_is_moved_and_said(start: Start, tmp_path: Path) -> No
     names = [json.loads(line)["kind"] for line in
              job.cli("events", "own", "--json").stdout.splitlines()]  # fmt: skip
     assert names.index("TornFound") < names.index("OwnChecked", names.index("TornFound"))
-    (tmp_path / "enough").touch()
-    assert job.wait() == 0, job.text()
 
 
 @pytest.mark.long
@@ -100,46 +111,76 @@ def test_an_undeclared_one_is_named_and_never_touched(start: Start, tmp_path: Pa
     again = start("own", "-c", "job.toml")
     assert again.wait() == 0, again.text()
     assert read_lives(tmp_path)[-1][0] == ("began", newest)
+    none = again.cli("verify", "own", check=False)
+    assert none.returncode == 2, none.stderr
+    assert "no checkpoints: perdure has saved none, and the job declares none" in none.stderr
+    assert "hint: checkpoint.own" in none.stderr
 
 
-def test_commands_name_the_newest_whole_one(start: Start, tmp_path: Path) -> None:
-    job = run_saver(start, tmp_path, "dcp", (DECLARED["dcp"],))
+def test_commands_name_the_newest_whole_one_and_a_machine_without_one_fetches_it(
+    start: Start, tmp_path: Path
+) -> None:
+    """The copy's storage hangs at last, which costs training nothing."""
+    away = tmp_path / "away"
+    job = run_saver(start, tmp_path, "dcp", (DECLARED["dcp"],), f'url = "{away}"')
     wait_saves(job, tmp_path, 0, 3)
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
     step = read_lives(tmp_path)[0][-1][1]
+    check_commands(job, step)
+    fetch(start, tmp_path, step)
+    latest = away / "own-own" / quote(DECLARED["dcp"], safe="") / "latest"
+    latest.unlink()
+    os.mkfifo(latest)  # A read of it never returns.
+    (tmp_path / "enough").unlink()
+    again = start("own", "-c", "job.toml")
+    for life in (2, 3):
+        wait_saves(again, tmp_path, life, 3)
+        if life == 2:
+            again.kill("perdure rank")
+    (tmp_path / "enough").touch()
+    assert again.wait() == 0, again.text()
+
+
+def check_commands(job: Job, step: int) -> None:
+    """Each command names the newest one, which is of `step`; then damage it."""
     for command in ("status", "report"):
         text = job.cli(command, "own").stdout
         assert f"the newest whole one is out/step-{step} (step {step}, " in text, text
     job.cli("report", "own", "--html", "r.html")
-    page = (tmp_path / "r.html").read_text()
+    page = (job.home / "r.html").read_text()
     assert f"the newest whole one is out/step-{step} (step {step}, " in page
-    picture = JobReading(find_here("own", str(tmp_path / "state"))).look()
+    picture = JobReading(find_here("own", str(job.home / "state"))).look()
     assert f"the newest whole one is out/step-{step} " in picture.own
     assert picture.own in render_section("checkpoints", picture, live=True)
     own = json.loads(job.cli("status", "own", "--json").stdout)["own"]
     assert (own["step"], own["format"]) == (step, "torch.distributed.checkpoint")
     told = job.cli("verify", "own", "--full").stdout
     assert f"step {step}: ok" in told, told
-    piece = tmp_path / "out" / f"step-{step}" / "__0_0.distcp"
+    piece = job.home / "out" / f"step-{step}" / "__0_0.distcp"
     piece.write_bytes(piece.read_bytes()[:-10])
     torn = job.cli("verify", "own", check=False)
     assert torn.returncode == 3, torn.stdout
     assert f"step {step}: DAMAGED: __0_0.distcp has" in torn.stdout, torn.stdout
 
 
-def test_verify_of_a_job_without_any(start: Start, tmp_path: Path) -> None:
-    job = run_saver(start, tmp_path, "torch", ())
-    wait_saves(job, tmp_path, 0, 1)
-    (tmp_path / "enough").touch()
-    assert job.wait() == 0, job.text()
-    told = job.cli("verify", "own", check=False)
-    assert told.returncode == 2, told.stderr
-    assert "no checkpoints: perdure has saved none, and the job declares none" in told.stderr
-    assert "hint: checkpoint.own" in told.stderr
+def fetch(start: Start, folder: Path, step: int) -> None:
+    """Lose all of the job's checkpoints; its next start begins at the copy of `step`."""
+    shutil.rmtree(folder / "out")
+    (folder / "enough").unlink()
+    again = start("own", "-c", "job.toml")
+    wait_saves(again, folder, 1, 1)
+    assert read_lives(folder)[1][0] == ("began", step)
+    (folder / "enough").touch()
+    assert again.wait() == 0, again.text()
+    for text in (again.text(), again.cli("report", "own").stdout):
+        told = " ".join(text.split())
+        assert "This machine had no checkpoint of the script: out/" in told, text
+        assert "is fetched from" in told, text
 
 
-@pytest.mark.parametrize("form", [pytest.param("trainer", marks=pytest.mark.long), "deepspeed"])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["trainer", "deepspeed"])
 def test_a_machine_without_a_checkpoint_fetches_the_newest_copy(
     start: Start, tmp_path: Path, form: str
 ) -> None:
@@ -148,35 +189,4 @@ def test_a_machine_without_a_checkpoint_fetches_the_newest_copy(
     wait_saves(job, tmp_path, 0, 3)
     (tmp_path / "enough").touch()
     assert job.wait() == 0, job.text()
-    step = read_lives(tmp_path)[0][-1][1]
-    shutil.rmtree(tmp_path / "out")
-    (tmp_path / "enough").unlink()
-    again = start("own", "-c", "job.toml")
-    wait_saves(again, tmp_path, 1, 1)
-    assert read_lives(tmp_path)[1][0] == ("began", step)
-    (tmp_path / "enough").touch()
-    assert again.wait() == 0, again.text()
-    for text in (again.text(), again.cli("report", "own").stdout):
-        told = " ".join(text.split())
-        assert "This machine had no checkpoint of the script: out/" in told, text
-        assert "is fetched from" in told, text
-
-
-def test_storage_that_hangs_costs_training_nothing(start: Start, tmp_path: Path) -> None:
-    away = tmp_path / "away"
-    form = "torch"
-    job = run_saver(start, tmp_path, form, (DECLARED[form],), f'url = "{away}"')
-    latest = away / "own-own" / quote(DECLARED[form], safe="") / "latest"
-    job.wait_until(latest.exists, "a copy")
-    (tmp_path / "enough").touch()
-    assert job.wait() == 0, job.text()
-    latest.unlink()
-    os.mkfifo(latest)  # A read of it never returns.
-    (tmp_path / "enough").unlink()
-    again = start("own", "-c", "job.toml")
-    for life in (1, 2):
-        wait_saves(again, tmp_path, life, 3)
-        if life == 1:
-            again.kill("perdure rank")
-    (tmp_path / "enough").touch()
-    assert again.wait() == 0, again.text()
+    fetch(start, tmp_path, read_lives(tmp_path)[0][-1][1])
