@@ -21,14 +21,8 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def cold() -> bool:
-    """Return whether the node has no warm image: a test that wants one says so as parameter."""
-    return True
-
-
-@pytest.fixture
-def node(tmp_path: Path, cold: bool) -> Iterator[Node]:
-    node = Node(tmp_path, cold=cold)
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path, cold=True)
     yield node
     node.end()
 
@@ -116,6 +110,22 @@ def test_the_last_line_of_a_killed_rank_is_kept(both: Node) -> None:
     assert both.text(generation) == "half"
 
 
+@pytest.mark.parametrize("both", [False], indirect=True, ids=["warm"])
+def test_the_end_of_perdures_own_store_is_not_told_to_a_user(both: Node) -> None:
+    """The store ends later than the ranks: it is stopped, so SIGTERM does not end it."""
+    generation = next(GENERATIONS)
+    both.serve_store(generation, 1)
+    both.spawn(generation, both.script("import time\nopen('up', 'w')\ntime.sleep(3600)"))
+    wait_until((both.home / "up").exists, "the rank")
+    below = psutil.Process(both.process.pid).children()
+    store = next(one for one in below if one.cmdline()[0].startswith("perdure store"))
+    store.suspend()
+    both.ask(KeeperKill(generation, 3600.0))
+    both.expect(KeeperStopped, generation=generation)
+    assert not store.is_running() or store.status() == "zombie"
+    assert "killed" not in both.text(generation, name="err")
+
+
 def test_each_byte_of_a_loud_rank_is_kept(node: Node) -> None:
     text = "import os\nfor n in range(100):\n    os.write(1, b'%07d\\n' % n * 131072)\n"
     node.spawn(0, node.script(text))
@@ -171,22 +181,6 @@ def test_what_children_say_at_the_end_of_a_generation_is_kept(node: Node) -> Non
     node.ask(KeeperKill(0, 3600.0))
     node.expect(KeeperStopped, generation=0)
     assert node.text(0) == "bye\n"
-
-
-@pytest.mark.parametrize("cold", [False])
-def test_the_end_of_perdures_own_store_is_not_told_to_a_user(node: Node) -> None:
-    """The store ends later than the ranks: it is stopped, so SIGTERM does not end it."""
-    node.wait_warm()
-    node.serve_store(0, 1)
-    node.spawn(0, node.script("import time\nopen('up', 'w')\ntime.sleep(3600)"))
-    wait_until((node.home / "up").exists, "the rank")
-    below = psutil.Process(node.process.pid).children()
-    store = next(one for one in below if one.cmdline()[0].startswith("perdure store"))
-    store.suspend()
-    node.ask(KeeperKill(0, 3600.0))
-    node.expect(KeeperStopped, generation=0)
-    assert not store.is_running() or store.status() == "zombie"
-    assert "killed" not in node.text(0, name="err")
 
 
 @pytest.mark.parametrize("hard", [64, 4096])

@@ -19,7 +19,7 @@ sys.exit(subprocess.run(words).returncode)
 def test_a_rank_runs_a_job_of_its_own(start: Callable[..., Job], tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(OUTER)
     (tmp_path / "inner.py").write_text("import os\nprint('hello from', os.environ['RANK'])\n")
-    job = start("outer", "-n", "1", str(tmp_path / "outer.py"))
+    job = start("outer", "-n", "1", "--cold", str(tmp_path / "outer.py"))
     assert job.wait() == 0, job.text()
     assert "hello from 0" in job.text()
     assert "hello from 1" in job.text()

@@ -34,7 +34,7 @@ def test_a_named_output_is_kept_to_a_bounded_size(
 
 def test_the_last_lines_of_a_failing_start_say_its_cause(start: Start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text('raise ValueError("no tokens in data/")\n')
-    job = start("fails", "-n", "2", "--max-restarts", "0", str(tmp_path / "train.py"))
+    job = start("fails", "-n", "2", "--cold", "--max-restarts", "0", str(tmp_path / "train.py"))
     assert job.wait() == 1
     failed, where, more = job.text().splitlines()[-3:]
     assert "fails failed: rank " in failed

@@ -35,7 +35,7 @@ time.sleep(86_400)
 
 @pytest.fixture
 async def driver(tmp_path: Path) -> AsyncIterator[Driver]:
-    driver = Driver(tmp_path, nproc=1)
+    driver = Driver(tmp_path, nproc=1, cold=True)
     compiler = tmp_path / "bin" / "cc"
     compiler.parent.mkdir()
     compiler.write_text(COMPILER)
