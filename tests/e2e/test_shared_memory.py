@@ -15,12 +15,13 @@ SEGMENT = """
 import os, sys, time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-name, rank = sys.argv[1], os.environ["RANK"]
+name, rank, life = sys.argv[1], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 if rank == "0":
     kept = SharedMemory(name, create=True, size=1 << 16)
-    if len(sys.argv) > 2:
-        resource_tracker.unregister(kept._name, "shared_memory")
-print("life", os.environ["TORCHELASTIC_RESTART_COUNT"], "of", rank, flush=True)
+    if life == "0":
+        untracked = SharedMemory(f"{name}-untracked", create=True, size=1 << 16)
+        resource_tracker.unregister(untracked._name, "shared_memory")
+print("life", life, "of", rank, flush=True)
 time.sleep(86_400)
 """
 TENSORS = """
@@ -42,7 +43,8 @@ for number, _ in enumerate(DataLoader(Rows(), batch_size=4, num_workers=2)):
 def name() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
-    Path(f"/dev/shm/{name}").unlink(missing_ok=True)
+    for path in Path("/dev/shm").glob(f"{name}*"):
+        path.unlink()
 
 
 def tensors() -> set[str]:
@@ -56,7 +58,7 @@ def crash(job: Job, life: int) -> None:
     job.wait_until(lambda: all(one in job.text() for one in lives), "the next life")
 
 
-def test_a_segment_of_a_killed_rank_is_gone(
+def test_a_segment_of_a_killed_rank_is_gone_and_one_that_no_helper_removes_is_named(
     start: Callable[..., Job], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "train.py").write_text(SEGMENT)
@@ -66,18 +68,8 @@ def test_a_segment_of_a_killed_rank_is_gone(
     job.cli("stop", "shm", "--now")
     job.wait()
     job.wait_until(lambda: not os.path.exists(f"/dev/shm/{name}"), "no segment")
-
-
-def test_a_segment_that_no_helper_removes_is_named(
-    start: Callable[..., Job], tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "train.py").write_text(SEGMENT)
-    job = start("shm", "-n", "2", "--cold", str(tmp_path / "train.py"), name, "untracked")
-    job.wait_until(lambda: "life 0 of 0" in job.text() and "life 0 of 1" in job.text(), "ranks")
-    job.cli("stop", "shm", "--now")
-    job.wait()
-    errors = (job.folder / "logs" / "ranks" / "g0" / "rank-0.err").read_text()
-    assert f"ranks that ended left /dev/shm/{name}" in errors
+    errors = [path.read_text() for path in job.folder.glob("logs/ranks/g*/rank-0.err")]
+    assert f"ranks that ended left /dev/shm/{name}-untracked" in "".join(errors)
 
 
 def test_tensors_of_killed_loaders_are_gone(start: Callable[..., Job], tmp_path: Path) -> None:
