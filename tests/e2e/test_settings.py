@@ -49,7 +49,7 @@ def say(job: Job, *words: str) -> dict[str, Any]:
 def test_a_change_is_the_same_on_every_rank_from_its_step_on(start: Start, tmp_path: Path) -> None:
     trail = Trail(tmp_path / "trail")
     trail.folder.mkdir()
-    script = [str(SCRIPTS / "train_settings.py"), "--steps", "100000", "--pace-s", "0.05",
+    script = [str(SCRIPTS / "train_settings.py"), "--steps", "100000", "--pace-s", "0.15",
               "--trail", str(trail.folder), "--refuse-rank", "1"]  # fmt: skip
     (tmp_path / "s.toml").write_text("[checkpoint]\nevery_steps = 20\n")
     job = start("s", "-n", "2", "-c", str(tmp_path / "s.toml"), *script)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
-def start_job(start: Start, tmp_path: Path, tracking: str, *, pace_s: float = 0.05) -> Job:
+def start_job(start: Start, tmp_path: Path, tracking: str, *, pace_s: float = 0.15) -> Job:
     trail = tmp_path / "trail"
     trail.mkdir()
     config = tmp_path / "t.toml"

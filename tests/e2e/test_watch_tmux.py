@@ -54,7 +54,7 @@ class Tmux:
 def job(tmp_path: Path) -> Iterator[Job]:
     script = str(SCRIPTS / "train_settings.py")
     running = Job(
-        tmp_path, "seen", "-n", "2", script, "--steps", "100000", "--pace-s", "0.05",
+        tmp_path, "seen", "-n", "2", script, "--steps", "100000", "--pace-s", "0.15",
         "--trail", str(tmp_path),
     )  # fmt: skip
     yield running
