@@ -158,15 +158,17 @@ class ModuleLog:
     def _run(self, exec_module: "Callable[[ModuleType], None]", module: "ModuleType") -> None:
         self._settle()
         self._need(module.__name__)
-        before = set(sys.modules)
+        before = [*sys.modules]
         self._stack.append(module.__name__)
         try:
             exec_module(module)
         finally:
             self._settle()
-            trace = self._top()  # Filters of `catch_warnings` are gone by now.
-            trace.filters = [one for one in trace.filters if one in _warnings.filters]
-            for name in [name for name in sys.modules if name not in before]:
+            # Filters of `catch_warnings` are gone by now.
+            self._top().filters = [one for one in self._top().filters if one in _warnings.filters]
+            # New ones come last, unless some were removed.
+            now, count = [*sys.modules], len(before)
+            for name in now[count:] if now[:count] == before else sorted({*now} - {*before}):
                 self._need(name)  # Also what it has put there by itself.
             self._stack.pop()
 
@@ -180,7 +182,8 @@ class ModuleLog:
         return function
 
     def _top(self) -> Trace:
-        return self.traces.setdefault(self._stack[-1] if self._stack else "", Trace())
+        name = self._stack[-1] if self._stack else ""
+        return self.traces.get(name) or self.traces.setdefault(name, Trace())
 
     def _need(self, name: str) -> None:
         if self._stack and name != self._stack[-1]:
@@ -294,10 +297,9 @@ def _list_parents(name: str) -> "Iterator[str]":
     >>> list(_list_parents("a.b.c"))
     ['a', 'a.b', 'a.b.c']
     """
-    end = name.find(".")
-    while end > 0:
+    end = -1
+    while (end := name.find(".", end + 1)) > 0:
         yield name[:end]
-        end = name.find(".", end + 1)
     yield name
 
 

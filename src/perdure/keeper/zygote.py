@@ -225,8 +225,7 @@ class Image:
                 reason = self._import(name)
                 if reason and name in BASE:
                     return Unfit(reason)
-            gc.collect()
-            gc.freeze()  # Later collections pass over what is there by now.
+            gc.freeze()  # Later collections pass over what is there by now, which is no garbage.
             gc.enable()
             reason = find_obstacle()
             if reason:
