@@ -34,6 +34,7 @@ def pair(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     return type_command
 
 
+@pytest.mark.long
 def test_the_first_node_says_who_has_not_come(pair: Callable[..., Job]) -> None:
     first = pair(0, "--rdzv-conf", "join_timeout=3600")
     said = "1 of 2 nodes are here; the same command on the others brings them"

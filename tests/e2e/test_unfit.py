@@ -78,6 +78,7 @@ def test_a_state_that_no_checkpoint_keeps_is_refused_once(start: Start, tmp_path
     assert len(job.report()["recoveries"]) == 1, "one try"
 
 
+@pytest.mark.long
 def test_a_job_of_which_every_save_failed_leaves_with_3(start: Start, tmp_path: Path) -> None:
     """The state is plain before the first step, and is so no more."""
     line = "class Late(Own):\n    def state_dict(self): return [Own] if run.step else []\n"
