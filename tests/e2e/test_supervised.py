@@ -13,7 +13,7 @@ Start = Callable[..., Job]
 
 
 def test_environment_is_torchruns_and_the_exit_code_is_passed_on_and_named(start: Start) -> None:
-    job = start("env", "-n", "2", "--max-restarts", "0", str(SCRIPTS / "env.py"), "17")
+    job = start("env", "-n", "2", "--cold", "--max-restarts", "0", str(SCRIPTS / "env.py"), "17")
     assert job.wait() == 17, job.text()
     rows = [
         json.loads((job.folder / "logs" / "ranks" / "g0" / f"rank-{r}.out").read_text())
@@ -74,7 +74,7 @@ def test_exception_is_shown_with_its_traceback(start: Start, tmp_path: Path) -> 
 def test_import_error_is_not_retried(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "imports.py"
     script.write_text("import a_module_that_is_not_there\n")
-    job = start("imports", "-n", "2", str(script))
+    job = start("imports", "-n", "2", "--cold", str(script))
     assert job.wait() == 1
     assert not (job.folder / "logs" / "ranks" / "g1").exists()
     assert "a_module_that_is_not_there" in job.text()
@@ -96,17 +96,14 @@ def test_script_that_cannot_run_is_refused_at_once(
 def test_a_killed_and_a_stopped_rank_are_named_and_the_world_restarts_warm(
     start: Start, tmp_path: Path
 ) -> None:
-    end = tmp_path / "end"
-    script = str(SCRIPTS / "allreduce.py")
-    job = start("harmed", "-n", "2", script, "--steps", "1000000", "--end", str(end))
-    job.wait_state("running")
-    job.kill("perdure rank harmed g0 r1")
+    job = start("harmed", "-n", "2", str(SCRIPTS / "train_counting.py"), str(tmp_path))
+    kill_one_after_steps(job)
     job.wait_until(lambda: job.state()["restarts"] == 1, "another generation")
     job.wait_until(lambda: job.find("perdure rank harmed g1 r1"), "its ranks")
     job.wait_state("running")
     job.cli("inject", "harmed", "stop", "--rank", "1")
     job.wait_until(lambda: job.state()["restarts"] == 2, "a third generation")
-    end.touch()
+    (tmp_path / "hurry").touch()
     assert job.wait() == 0, job.text()
     report = job.report()
     first, second = [row for row in report["recoveries"] if row["rung"] == "restart"]
@@ -117,23 +114,33 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_world_restarts_warm(
     # On a busy machine a rank may stand still before; that ends by itself.
     standing = [v for v in verdicts if "Hang" in v["kind"] and "withdrawn" not in v["evidence"]]
     assert [v["culprit"]["rank"] for v in standing] == [1], verdicts
+    check_lost(job, "began again from its start: `iter 0` after")
 
 
-@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_what_a_script_without_steps_has_lost_is_not_called_useful(
-    start: Start, tmp_path: Path, keeps: bool
+@pytest.mark.long
+def test_what_a_script_that_goes_on_by_itself_has_lost_is_not_called_useful(
+    start: Start, tmp_path: Path
 ) -> None:
-    script = [str(SCRIPTS / "train_counting.py"), str(tmp_path), *["--keeps"][:keeps]]
+    script = [str(SCRIPTS / "train_counting.py"), str(tmp_path), "--keeps"]
     job = start("counting", "-n", "2", *script)
-    job.wait_until(lambda: "iter 20:" in job.text(), "some steps")
-    job.kill("perdure rank counting g0 r1")
-    job.wait_until(lambda: "warning: the script" in job.text(), "the warning")
+    kill_one_after_steps(job)
     (tmp_path / "hurry").touch()
     assert job.wait() == 0, job.text()
-    where = "went on by itself: `iter " if keeps else "began again from its start: `iter 0` after"
+    check_lost(job, "went on by itself: `iter ")
+
+
+def kill_one_after_steps(job: Job) -> None:
+    """Kill rank 1, and wait until perdure says what the script lost."""
+    job.wait_until(lambda: "iter 20:" in job.text(), "some steps")
+    job.kill(f"perdure rank {job.name} g0 r1")
+    job.wait_until(lambda: "warning: the script" in job.text(), "the warning")
+
+
+def check_lost(job: Job, where: str) -> None:
+    """What the script has lost is unknown, and is not called useful."""
     assert f"[perdure] warning: the script {where}" in job.text()
     assert job.report()["lost_unknown"]
-    told = job.cli("report", "counting").stdout
+    told = job.cli("report", job.name).stdout
     assert "goodput at most " in told
     assert "what was lost is unknown" in told
     assert where in told
