@@ -225,7 +225,8 @@ class Image:
                 reason = self._import(name)
                 if reason and name in BASE:
                     return Unfit(reason)
-            gc.freeze()  # Later collections pass over what is there by now, which is no garbage.
+            gc.collect()  # Else a script could see classes that only garbage has.
+            gc.freeze()  # Later collections pass over what is there by now.
             gc.enable()
             reason = find_obstacle()
             if reason:
