@@ -50,13 +50,19 @@ def let_go(job: Job, life: int, *ranks: int) -> None:
 def find_store(job: Job, life: int) -> tuple[psutil.Process, str, int]:
     """Return the store of this life, and where it listens. Another one may stand by."""
     port = int((job.home / f"port-{life}-0").read_text())
-    (found,) = [
-        (store, one.laddr.ip, port)
-        for store in job.find("perdure store")
-        for one in store.net_connections()
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
-    ]
-    return found
+    found: list[tuple[psutil.Process, str, int]] = []
+
+    def look() -> bool:
+        found[:] = [
+            (store, one.laddr.ip, port)
+            for store in job.find("perdure store")
+            for one in store.net_connections()
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        ]
+        return bool(found)
+
+    job.wait_until(look, f"the store of life {life}")
+    return found[0]
 
 
 def wait_in_store(job: Job, life: int) -> torch.distributed.TCPStore:
