@@ -88,7 +88,7 @@ def find_faults(tab: Any) -> list[str]:
 def test_a_job_is_watched_steered_and_looked_back_at(browser: Any, tmp_path: Path) -> None:
     script = str(SCRIPTS / "train_settings.py")
     job = Job(
-        tmp_path, "seen", "-n", "2", script, "--steps", "100000", "--pace-s", "0.05",
+        tmp_path, "seen", "-n", "1", "--cold", script, "--steps", "100000", "--pace-s", "0.05",
         "--trail", str(tmp_path),
     )  # fmt: skip
     try:
@@ -115,7 +115,7 @@ def test_a_job_is_watched_steered_and_looked_back_at(browser: Any, tmp_path: Pat
             wait("setting by keys", lambda: "0.25" in settings.inner_text())
             _answer_dialogs_by_keys(tab)
             _type_before_the_first_preview(tab, "lr", "0.125")
-            job.find("rank")[1].kill()
+            job.kill("perdure rank")
             wait("incident", lambda: "SIGKILL" in tab.locator("#s-incidents").inner_text())
             wait("recovery", lambda: "running" in tab.locator("#s-bar .state").inner_text())
             _look_back(tab)
@@ -315,7 +315,9 @@ def test_nothing_is_seriously_wrong_for_who_does_not_see(
         assert not tab.said, tab.said
 
 
-def test_a_phone_shows_all_of_it_without_a_sideways_scroll(browser: Any, tmp_path: Path) -> None:
+def test_a_phone_shows_all_without_a_sideways_scroll_or_scripts_until_the_server_is_gone(
+    browser: Any, tmp_path: Path
+) -> None:
     lay_down(tmp_path)
     with serve(tmp_path, "job") as page:
         tab = open_page(browser, page.urls["view"], viewport={"width": 360, "height": 740})
@@ -324,6 +326,14 @@ def test_a_phone_shows_all_of_it_without_a_sideways_scroll(browser: Any, tmp_pat
         assert measure_text(tab) >= 10.9
         assert tab.locator("#s-incidents table").is_visible()
         assert not tab.said, tab.said
+
+        plain = open_page(browser, page.urls["view"], java_script_enabled=False)
+        assert plain.locator("#s-curves svg.plot").count() == 1
+        plain.locator("#s-incidents a").first.click()
+        assert "begin=" in plain.url
+        assert plain.locator("#s-ranktime svg").count() == 1
+        assert tab.locator("#lost").is_hidden()
+    wait("word of it", lambda: "No answer" in tab.locator("#lost").inner_text())
 
 
 _CUT_OFF = """() => {
@@ -429,10 +439,20 @@ def test_results_are_read_on_a_phone_by_keys_and_by_who_does_not_see(
         assert not tab.said, tab.said
 
 
-def test_what_a_result_says_does_nothing_on_its_page(browser: Any, tmp_path: Path) -> None:
-    poison = (
-        "</title><svg onload=hit()><img src=x onerror='window.hit=1'><script>window.hit=1</script>"
-    )
+_FAIL_TO_LOAD = """() => new Promise((done) => {
+  const image = new Image(); image.onerror = () => done(); image.src = "x?again"; })"""
+
+
+POISON = "<img src=x onerror='window.hit=1'><script>window.hit=1</script></pre><svg onload=hit()>"
+
+
+def test_what_a_rank_writes_or_a_result_says_does_nothing_on_the_page(
+    browser: Any, tmp_path: Path
+) -> None:
+    lay_down(tmp_path)
+    logs = tmp_path / "jobs/job/logs/ranks/g2"
+    (logs / "rank-0.out").write_text(POISON + "\n")
+    poison = f"</title>{POISON}"
     system = structs.replace(REPLAY.systems[0], system=poison)
     played = structs.replace(REPLAY, trace=poison, reference=poison, systems=(system,))
     path = keep_result(str(tmp_path), KeptReplay(result=played))
@@ -443,47 +463,12 @@ def test_what_a_result_says_does_nothing_on_its_page(browser: Any, tmp_path: Pat
             assert "onerror" in tab.locator("main").inner_text()
             assert tab.evaluate("window.hit") is None
             assert tab.locator("img").count() == 0
-        assert not tab.said, tab.said
-
-
-def test_without_scripts_it_is_a_page_all_the_same(browser: Any, tmp_path: Path) -> None:
-    lay_down(tmp_path)
-    with serve(tmp_path, "job") as page:
-        tab = open_page(browser, page.urls["view"], java_script_enabled=False)
-        assert tab.locator("#s-curves svg.plot").count() == 1
-        tab.locator("#s-incidents a").first.click()
-        assert "begin=" in tab.url
-        assert tab.locator("#s-ranktime svg").count() == 1
-
-
-_FAIL_TO_LOAD = """() => new Promise((done) => {
-  const image = new Image(); image.onerror = () => done(); image.src = "x?again"; })"""
-
-
-def test_what_a_rank_writes_does_nothing_on_the_page(browser: Any, tmp_path: Path) -> None:
-    lay_down(tmp_path)
-    logs = tmp_path / "jobs/job/logs/ranks/g2"
-    poison = (
-        "<img src=x onerror='window.hit=1'><script>window.hit=1</script></pre><svg onload=hit()>"
-    )
-    (logs / "rank-0.out").write_text(poison + "\n")
-    with serve(tmp_path, "job") as page:
-        tab = open_page(browser, page.urls["view"])
+        tab.goto(f"http://{page.host}/jobs/job")
         wait("line", lambda: "onerror" in tab.locator("#s-log").inner_text())
         assert tab.locator("#s-log img").count() == 0
         assert not tab.said, tab.said
         tab.evaluate(_FAIL_TO_LOAD)  # After whatever the page would have failed to load before.
         assert tab.evaluate("window.hit") is None
-
-
-def test_a_page_says_that_its_server_is_gone_and_goes_on_with_the_next(
-    browser: Any, tmp_path: Path
-) -> None:
-    lay_down(tmp_path)
-    with serve(tmp_path, "job") as page:
-        tab = open_page(browser, page.urls["view"])
-        assert tab.locator("#lost").is_hidden()
-    wait("word of it", lambda: "No answer" in tab.locator("#lost").inner_text())
 
 
 def test_a_page_says_that_it_hears_nothing_after_two_beats_of_its_server(
