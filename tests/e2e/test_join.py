@@ -103,10 +103,10 @@ def test_a_machine_from_elsewhere_comes_vanishes_comes_back_and_leaves(
 ) -> None:
     trail = tmp_path / "trail"
     # Silence alone would tell of no loss within the test's own time.
-    (tmp_path / "far.toml").write_text("[detect]\nnode_lost_s = 3600.0\n")
+    (tmp_path / "far.toml").write_text("cold = true\n[detect]\nnode_lost_s = 3600.0\n")
     job = start(
         "far", "-n", "1", "--nodes", "2", "--remote", "1", "-c", str(tmp_path / "far.toml"),
-        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05",
+        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "0.2",
     )  # fmt: skip
     secret = job.folder / "credentials" / "joiner.json"
     job.wait_until(secret.exists, "credentials")
