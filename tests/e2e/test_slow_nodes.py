@@ -27,7 +27,7 @@ def launch(start: Start, home: Path, name: str, *options: str) -> Job:
         pytest.skip(f"the compiled recorder cannot be built here: {error}")
     (home / name).mkdir()
     script = [str(SCRIPTS / "train_plain.py"), str(home / name)]
-    job = start(name, "-n", "1", "--nodes", "2", "--spares", "1", *options, *script)
+    job = start(name, "--cold", "-n", "1", "--nodes", "2", "--spares", "1", *options, *script)
     job.wait_until(lambda: told(job, "ProgressNoted", least=2), "progress")
     return job
 
@@ -70,7 +70,9 @@ def test_a_node_twice_as_slow_is_replaced_within_minutes(
     job.wait_until(lambda: job.state().get("generation") == 1, "the next world")
     job.wait_until(lambda: told(job, "GenerationStepping", least=2), "steps of the next world")
     verdicts = [entry["body"]["verdict"] for entry in entries(job, "VerdictReached")]
-    (acted_s,) = (v["evidence"]["acted_after_s"] for v in verdicts if v["actionable"])
+    (acted,) = (v for v in verdicts if v["actionable"])
+    assert (acted["kind"], acted["evidence"]["stage"]) == ("Straggler", "forward"), acted
+    acted_s = acted["evidence"]["acted_after_s"]
     assert (3.0 <= acted_s < DEFAULT_S) if soon else (acted_s >= DEFAULT_S)
     started = [e["body"]["node"] for e in entries(job, "RanksStarted")]
     assert sorted(started) == [0, 0, 1, 2], "node 2 stands in for node 1"
