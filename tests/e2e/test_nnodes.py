@@ -112,7 +112,7 @@ def test_the_same_command_on_two_nodes_is_one_job_that_ends_on_both_with_its_cod
     lab, (first, second, stranger) = nodes(3)
     (tmp_path / "ends.py").write_text(ENDS)
     where = f"{lab.addresses[0]}:29500"
-    command = ["--nnodes", "2", "--rdzv-endpoint", where, "--rdzv-id", "pair"]
+    command = ["--cold", "--nnodes", "2", "--rdzv-endpoint", where, "--rdzv-id", "pair"]
     command += ["--max-restarts", "0", "ends.py"]
     second.run(*command)  # It comes before the first one, and waits.
     stranger.run(*command, secret=f"{SECRET}, or so")

@@ -14,17 +14,12 @@ from tests.e2e.harness import SCRIPTS, Job
 Start = Callable[..., Job]
 LIMIT_MIB = 2048
 GREEDY = """
-import os, sys, time
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    print("greedy", flush=True)
+import os, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     taken = []
-    while True:
+    while os.environ["RANK"] == "1":
         taken.append(b"x" * (32 << 20))
-dist.barrier()
-dist.destroy_process_group()
+    time.sleep(86_400)
 """
 
 pytestmark = pytest.mark.skipif(
@@ -75,7 +70,7 @@ def test_a_rank_beyond_the_limit_of_the_jobs_cgroup(
     script = tmp_path / "greedy.py"
     script.write_text(GREEDY)
     with inside(limited):
-        job = start("greedy", "-n", "2", str(script))
+        job = start("greedy", "-n", "2", "--cold", str(script))
     assert job.wait() == 0, job.text()
     check(job)
 
@@ -86,7 +81,15 @@ def test_injected_on_a_script_that_declares_no_steps(
 ) -> None:
     options = ["--cold"] if cold else []
     end = tmp_path / "end"
-    script = [str(SCRIPTS / "allreduce.py"), "--steps", "1000000", "--end", str(end)]
+    script = [
+        str(SCRIPTS / "allreduce.py"),
+        "--steps",
+        "1000000",
+        "--end",
+        str(end),
+        "--pace-s",
+        "0.1",
+    ]
     job = start("inject", "-n", "2", *options, *script)
     job.wait_state("running")
     keeper = job.pid_of("perdure keeper")

@@ -35,14 +35,14 @@ def pause() -> Iterator[Callable[[int], None]]:
 
 
 def launch(start: Start, home: Path, *lines: str) -> Job:
-    """Start the exact script at 20 steps a second, with checkpoints only where one is asked for."""
+    """Start the exact script at 5 steps a second, with checkpoints only where one is asked for."""
     (home / "trail").mkdir()
     spec = home / "job.toml"
-    args = ["--trail", str(home / "trail"), "--steps", "100000", "--pace-s", "0.05"]
+    args = ["--trail", str(home / "trail"), "--steps", "100000", "--pace-s", "0.2"]
     text = [f'script = "{SCRIPTS / "train_exact.py"}"', f"args = {json.dumps(args)}", *lines]
     spec.write_text("\n".join(text) + "\n[checkpoint]\nevery_steps = 100000\n")
     job = start("job", "-n", "2", "-c", str(spec))
-    job.wait_step(20)
+    job.wait_step(10)
     return job
 
 
