@@ -90,7 +90,7 @@ class Training:
 def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
     start: Start, tmp_path: Path
 ) -> None:
-    training = Training(start, tmp_path)
+    training = Training(start, tmp_path, "--env", "STEP_PAUSE_S=0.15")
     job = training.job
     training.wait_trusted()
 
@@ -157,7 +157,7 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     # The one that hangs is not to come back as the spare before the test is through.
     patience = "[torchft]\nhung_s = 4.0\n[detect]\nquiet_action_s = 600.0\n"
     (tmp_path / "job.toml").write_text(patience)
-    env = ("--env", "LIVE_LR=1", "-c", str(tmp_path / "job.toml"))
+    env = ("--env", "LIVE_LR=1", "--env", "STEP_PAUSE_S=0.15", "-c", str(tmp_path / "job.toml"))
     training = Training(start, tmp_path, "--spares", "1", *env)
     training.wait_trusted()
     asks = "of group 3, generation 3 asks"
