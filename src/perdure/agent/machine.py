@@ -252,7 +252,7 @@ class Agent:
         elif not members:
             return []  # It is filled once the controller says with whom.
         self._begin(keeper, generation)
-        keeper.members_asked |= set(members)
+        keeper.members_asked = set(members)
         return [SpawnRanks(wanted, members)]
 
     def _begin(self, keeper: KeeperView, generation: int) -> None:

@@ -176,6 +176,20 @@ def test_a_member_is_started_once_beside_the_ranks_that_live(node: Node) -> None
     assert node.assign(0, "run", **MORE) == []  # It has ended, and stays so.
 
 
+def test_a_member_is_started_that_has_the_number_of_one_of_an_older_generation(node: Node) -> None:
+    """Numbers begin again with a generation. The slot stayed empty for the rest of the job."""
+    node.up()
+    node.run_generation(0)
+    assert spawned(node.assign(0, "run", **MORE)) == [((4,), True)]
+    node.hear(KeeperSpawned(0, {4: 104}, 6.0, True, beside=True))
+    node.assign(1, "store")
+    node.hear(KeeperStoreReady(1, 29500))
+    node.hear(KeeperStopped(0))
+    node.assign(1, "run")
+    node.hear(KeeperSpawned(1, PIDS, 8.0, True))
+    assert spawned(node.assign(1, "run", **MORE)) == [((4,), True)]
+
+
 def test_a_replaced_agent_asks_again_for_a_member_that_is_not_there(node: Node) -> None:
     node.up(KeeperState(pid=50, generation=0, running=dict(PIDS), exits=()), newest_on_disk=0)
     requests = node.assign(0, "run", extra=(4,), homes={4: 0})
