@@ -24,7 +24,7 @@ def test_a_lost_shard_comes_from_memory_and_a_job_run_again_from_disk(
     script = ("-c", str(tmp_path / "job.toml"), str(SCRIPTS / "elastic.py"), "--shard", "full")
     first, second = tmp_path / "first", tmp_path / "second"
     words = ("--trail", str(first), "--steps", "36", "--pace-s", "0.1", "--hold-at", "28")
-    job = start("el", "-n", "2", *script, *words)
+    job = start("el", "-n", "3", *script, *words)
     job.wait_until(lambda: len(read(first, 0)) >= 1, "a step")
     changed = answer_of(ask(job, "set", "el", "lr=0.02"))
     assert changed.get("ok"), changed
@@ -43,7 +43,7 @@ def test_a_lost_shard_comes_from_memory_and_a_job_run_again_from_disk(
     recovery = job.report()["recoveries"][0]
     assert recovery["lost_steps"] == back
     assert (recovery["rung"] == "morph") == (back > 0)
-    again = start("el", "-n", "1", "--cold", *script, "--trail", str(second), "--steps", "36")
+    again = start("el", "-n", "2", *script, "--trail", str(second), "--steps", "36")
     assert again.wait() == 0, again.text()[-3000:]
     resumed = read(second, 0)
     assert resumed[0]["step"] == 32  # The newest multiple of eight.
