@@ -7,6 +7,8 @@ from perdure.model.events import (
     AnyEvent,
     CommandReceived,
     Decision,
+    JobPaused,
+    JobResumed,
     JobSubmitted,
     JournalEntry,
     QuorumFormed,
@@ -85,6 +87,17 @@ def test_a_death_and_the_spare_in_its_place() -> None:
     lab.see(1, "b")
     assert lab.states()[1] == "spare"
     assert (lab.picture().incidents, lab.picture().restarts) == (1, 1)
+
+
+def test_a_paused_job_is_paused_though_its_newest_life_has_no_step_yet() -> None:
+    lab = running()
+    lab.add(JobPaused(id="p", step=9, at_s=2.0))
+    assert lab.picture().state == "paused"
+    lab.see(2, gone=True, reason="no heartbeat")
+    assert lab.picture().state == "recovering"
+    lab.form("t_0:a", "t_1:a", "t_2:a", step=9)
+    lab.add(JobResumed(id="p", step=9, at_s=3.0))
+    assert lab.picture().state == "running"
 
 
 def test_a_restart_is_a_group_begun_again_and_being_left_out_is_none() -> None:

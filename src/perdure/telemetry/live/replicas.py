@@ -43,7 +43,7 @@ _RANK_STATES = {
 }
 _COUNTED = ("training", "finished", "left")
 """States of groups whose steps are the job's: they train, or did until they ended in order."""
-_OVER = ("done", "failed", "stopped", "stopping", "paused")
+_OVER = ("done", "failed", "stopped", "stopping")
 
 
 @dataclass(slots=True)
@@ -208,23 +208,23 @@ class ReplicaFold:
             return picture
         steps = {row.rank // spec.nproc: row.step for row in picture.ranks}
         told = spec.lighthouse is not None and spec.lighthouse.own
-        elsewhere = spec.served
-        if elsewhere:  # Nothing is known of ranks but what they tell themselves.
+        if spec.served:  # Nothing is known of ranks but what they tell themselves.
             picture = msgspec.structs.replace(picture, ranks=(), devices=())
-        numbers = sorted(self.groups) if elsewhere else range(spec.groups)
+        numbers = sorted(self.groups) if spec.served else range(spec.groups)
         rows = tuple(self._make_row(n, steps.get(n, -1), told=told) for n in numbers)
         states = {row.group: row.state for row in rows}
-        if elsewhere:
+        if spec.served:
             picture = self._show_ranks(spec, picture, rows)
         training = sum(row.state in ("training", "healing") for row in rows)
         state = picture.state
         if state not in _OVER:
             left = sum(row.state == "left" for row in rows)
-            full = training >= (1 if elsewhere else min(spec.nodes, spec.groups - left))
+            full = training >= (1 if spec.served else min(spec.nodes, spec.groups - left))
             began = bool(self.members) or self.losses > 0
-            if elsewhere:
+            if spec.served:
                 began = any(row.state in ("gone", "evicted") for row in rows)
-            state = "running" if full else "recovering" if began else "forming"
+            trains = "paused" if picture.paused else "running"
+            state = trains if full else "recovering" if began else "forming"
         step = max([self.step, *(row.step for row in rows if row.state in _COUNTED)])
         speeds = [
             r.steps_per_s for r in picture.ranks if states[r.rank // spec.nproc] == "training"
@@ -238,9 +238,9 @@ class ReplicaFold:
             incidents=picture.incidents + self.losses,
             depth="torchft",
             fixed=f"torchft: {FIXED_WORLD}",
-            world_size=sum(r.ranks for r in rows) if elsewhere else picture.world_size,
+            world_size=sum(r.ranks for r in rows) if spec.served else picture.world_size,
             generation=max(
-                [picture.generation, *(v.generation for v in self.groups.values() if elsewhere)]
+                [picture.generation, *(v.generation for v in self.groups.values() if spec.served)]
             ),
             ranks=tuple(
                 msgspec.structs.replace(
