@@ -51,6 +51,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape bytes of odd file names in what a test wrote: else its worker could not send it."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make sure that nothing outlives the run."""
     hear_interrupts()
