@@ -2,9 +2,9 @@
 
     perdure run -n 2 bench/scripts/compare_cost.py [MB of state] [cycles]
 
-Each cycle has a block of 24 steps for each interval. Rank 0 prints the mean seconds of a step of
-each interval, and its difference from blocks without a comparison, with a 95 % interval (bootstrap
-over cycles). A micro-batch takes 2 ms; the rest of a step is the reduction and the update.
+Each cycle has a block of 24 steps for each interval. Rank 0 prints the mean seconds of a step, and
+the difference from blocks without a comparison, with a 95 % interval (bootstrap over cycles). A
+micro-batch takes 2 ms; the rest of a step is the reduction and the update.
 """
 
 import os
