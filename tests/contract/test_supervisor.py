@@ -7,19 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from perdure.adapters.host import read_state
 from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
-from perdure.model.events import ControllerLost, JobEnded, JobSubmitted, RoomNoted
+from perdure.model.events import ControllerLost, JobEnded, JobSubmitted, RanksStarted, RoomNoted
 from perdure.service.controller.journal import read_journal
 from perdure.service.jobfiles import load_parts, load_snapshot, read_mirror
 from perdure.service.jobfolders import is_alive, paths_of
 from perdure.service.processes import find_marked
 from tests.waiting import PATIENCE_S, wait_until
 
+One = TypeVar("One")
 STUB = Path(__file__).with_name("stub_run.py")
 
 
@@ -57,15 +59,19 @@ class Run:
 
     def until_running(self) -> None:
         self.until(lambda: "[rank 1] hello" in self.text())
+        self.until(lambda: self.read(RanksStarted))  # An agent may have printed and not told yet.
 
     def pid(self, part: str) -> int:
         parts = load_parts(self.paths)
         assert parts is not None
         return {"controller": parts.controller, "nats": parts.nats, "agent": parts.agents[0]}[part]
 
+    def read(self, kind: type[One]) -> list[One]:
+        """Return the events of a kind that the journal has."""
+        return [e.body for e in read_journal(self.paths) if isinstance(e.body, kind)]
+
     def lost(self) -> list[ControllerLost]:
-        entries = read_journal(self.paths)
-        return [e.body for e in entries if isinstance(e.body, ControllerLost)]
+        return self.read(ControllerLost)
 
     def assert_clean(self) -> None:
         assert find_marked(self.name, str(self.home)) == []

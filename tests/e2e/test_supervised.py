@@ -12,8 +12,11 @@ from tests.e2e.harness import SCRIPTS, Job
 Start = Callable[..., Job]
 
 
-def test_environment_is_torchruns_and_the_exit_code_is_passed_on_and_named(start: Start) -> None:
-    job = start("env", "-n", "2", "--cold", "--max-restarts", "0", str(SCRIPTS / "env.py"), "17")
+def test_environment_is_torchruns_and_the_exit_code_is_passed_on_and_named(
+    start: Start, tmp_path: Path
+) -> None:
+    script = (str(SCRIPTS / "env.py"), "17", str(tmp_path))
+    job = start("env", "-n", "2", "--cold", "--max-restarts", "0", *script)
     assert job.wait() == 17, job.text()
     rows = [
         json.loads((job.folder / "logs" / "ranks" / "g0" / f"rank-{r}.out").read_text())

@@ -1,8 +1,13 @@
-"""Prints what torchrun would have set, then ends with the exit code it is told."""
+"""Prints what torchrun would have set. Then rank 1 ends with a code, once rank 0 has printed.
+
+Arguments: the code, and a folder for the word of rank 0.
+"""
 
 import json
 import os
 import sys
+import time
+from pathlib import Path
 
 KEYS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -12,4 +17,11 @@ KEYS = (
 )
 print(json.dumps({key: os.environ.get(key) for key in KEYS}))
 print("to standard error", file=sys.stderr)
-sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 and os.environ["RANK"] == "1" else 0)
+printed = Path(sys.argv[2], "printed")
+if os.environ["RANK"] == "0":
+    sys.stdout.flush()
+    printed.touch()
+    sys.exit()
+while not printed.exists():
+    time.sleep(0.01)
+sys.exit(int(sys.argv[1]))
