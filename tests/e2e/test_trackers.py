@@ -67,6 +67,15 @@ def by_kind(rows: list[tuple[str, str]]) -> dict[str, list[str]]:
     return found
 
 
+def count_texts(folder: Path) -> int:
+    return sum(map(len, list_told(folder).values()))
+
+
+def count_noted(folder: Path) -> int:
+    """Return how many marks perdure has written down as told."""
+    return int(json.loads((folder / "perdure.json").read_text()).get("marks", 0))
+
+
 def list_told(folder: Path) -> dict[str, list[str]]:
     shown = read_tensorboard(folder)
     return by_kind([(tag, text) for _, tag, text in shown if isinstance(text, str)])
@@ -80,6 +89,8 @@ def test_tensorboard_shows_it_live_and_once_though_a_controller_dies(
     folder = tmp_path / "boards" / "perdure-t"
     befall(job)
     wait_until(lambda: "incident" in list_told(folder), "the incident, while it runs")
+    # A controller that dies before it has written down what it told tells that again.
+    wait_until(lambda: count_noted(folder) >= count_texts(folder), "what was told")
     old = job.kill("perdure controller")
     job.wait_until(
         lambda: any(p.pid != old for p in job.find("perdure controller")), "another controller"
