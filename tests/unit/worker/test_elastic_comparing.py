@@ -65,6 +65,7 @@ def find_errors(units: list[dict[str, Any]], step: int = 0) -> list[PlatformErro
     def run(me: int) -> None:
         comparison, group = Comparison(lambda: units[me]), Place(store, me, len(units))
         try:
+            comparison.enter(group.members, met=False)
             comparison.begin(step, group)  # type: ignore[arg-type]
             comparison.finish(step, group)  # type: ignore[arg-type]
         except PlatformError as error:
@@ -181,6 +182,7 @@ def test_a_world_compares_at_its_first_two_steps_and_then_every_hundredth() -> N
     comparison = Comparison(lambda: steps.append(step) or {})  # type: ignore[func-returns-value]
     for world, first in enumerate((7, 150)):
         group: Any = Place(store, 0, 2)
+        comparison.enter((0, 1), met=False)
         for step in range(first, first + 120):
             store.kept[f"state/{step}/1"] = b"{}"
             comparison.begin(step, group)
@@ -191,8 +193,25 @@ def test_a_world_compares_at_its_first_two_steps_and_then_every_hundredth() -> N
     assert comparing.EVERY == 100
 
 
+def test_members_that_have_met_compare_in_the_second_step_only() -> None:
+    """After a loss, everybody waits for the first step."""
+    store, steps = Store(), list[int]()
+    comparison = Comparison(lambda: steps.append(step) or {})  # type: ignore[func-returns-value]
+    worlds = {7: (0, 1, 2), 12: (0, 1), 17: (0, 1), 22: (0, 1, 2), 27: (0, 1, 2)}
+    due = {7: [7, 8], 12: [13], 17: [18], 22: [22, 23], 27: [28]}
+    for first, members in worlds.items():
+        group: Any = Place(store, 0, len(members))
+        comparison.enter(members, met=comparison.has_met(members))
+        for step in range(first, first + 4):
+            store.kept |= {f"state/{step}/{other}": b"{}" for other in members[1:]}
+            comparison.begin(step, group)
+            comparison.finish(step, group)
+        assert [step for step in steps if step >= first] == due[first], members
+
+
 def test_a_member_that_is_called_into_a_newer_world_does_not_wait() -> None:
     comparison, group = Comparison(lambda: {}), Place(Store(), 0, 2)
+    comparison.enter(group.members, met=False)
     comparison.begin(0, group)  # type: ignore[arg-type]
     group.called = True
     with pytest.raises(Broken):

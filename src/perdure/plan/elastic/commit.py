@@ -41,8 +41,9 @@ class Progress(msgspec.Struct, frozen=True):
     """The line in which it has reduced step number `applied`, without knowing that all have."""
     plan: str = ""
     """Digest of its training plan."""
+    met: bool = False
     settings: str = ""
-    """As in `MemberProgress`."""
+    """These two as in `MemberProgress`."""
 
 
 class MemberProgress(msgspec.Struct, frozen=True):
@@ -56,6 +57,8 @@ class MemberProgress(msgspec.Struct, frozen=True):
     """It keeps the reduced result of the step before, number `applied - 1`."""
     plan: str = ""
     """Digest of its training plan."""
+    met: bool = False
+    """It has compared its state with all members of the new epoch before."""
     settings: str = ""
     """Hash of all else that a step depends on, if a rank joins that may have followed."""
 

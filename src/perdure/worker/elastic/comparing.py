@@ -2,9 +2,10 @@
 
 Every member prints the same mean of losses, so the loss cannot show that states differ. Each member
 hashes its state in the first two steps of every world, every `EVERY` steps, before a checkpoint is
-made, and at the end. The second step of a world shows an update that was not alike. A thread hashes
-while the step computes, which alters nothing of the state. Members exchange the hashes through the
-world's store before they apply the step.
+made, and at the end. The second step of a world shows an update that was not alike. If all members
+have met in a comparison before, the first step is left out, because a recovery would wait for it.
+A thread hashes while the step computes, which alters nothing of the state. Members exchange the
+hashes through the world's store before they apply the step.
 
 A unit is what some members have alike, such as the rows of a shard or a block of a stage. If hashes
 of a unit differ, its holders tell the hash of each tensor, and every member raises the same error.
@@ -15,7 +16,7 @@ one kind are compared. Each world reports once that kinds differ.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -55,20 +56,30 @@ class Comparison:
     def __init__(self, list_units: Callable[[], Units]) -> None:
         """Compare what `list_units` returns; its tensors stand still until a step is applied."""
         self._list_units = list_units
-        self._group: Group | None = None
         self._hashing: Future[Hashes] | None = None
         self._first = self._compared = -1
         """The first step of this world, and the newest whose state was compared in it."""
+        self._met, self._all_met = frozenset[int](), False
+        """The members that have stayed since a comparison of all of them, and whether each has."""
         self._told = set[str]()
         """What this world has reported: that kinds of processors differ, or attributes of a unit.
         """
 
+    def has_met(self, members: Sequence[int]) -> bool:
+        """Return whether this member has compared its state with all of `members` already."""
+        return self._met.issuperset(members)
+
+    def enter(self, members: Sequence[int], *, met: bool) -> None:
+        """Enter the world of `members`; `met` says whether each of them has met all others."""
+        self._met, self._all_met = self._met.intersection(members), met
+        self._first, self._compared, self._told = -1, -1, set()
+
     def begin(self, step: int, group: Group) -> None:
         """Begin to hash the state of `step`, if this world is to compare it."""
-        if group is not self._group:
-            self._first, self._compared, self._told = step, -1, set()
-        self._group, self._hashing = group, None
-        due = step - self._first <= 1 or step % EVERY == 0
+        self._hashing = None
+        if self._first == -1:
+            self._first = step
+        due = self._all_met <= step - self._first <= 1 or step % EVERY == 0
         if len(group.members) > 1 and due and self._compared != step:
             self._hashing = self._start()
 
@@ -90,7 +101,7 @@ class Comparison:
         for unit in found.keys() - self._told:
             say(found[unit])
         self._told |= found.keys()
-        self._compared = step
+        self._compared, self._met = step, frozenset(group.members)
 
     def _start(self) -> Future[Hashes]:
         leaves = {unit: list(_list_leaves(value)) for unit, value in self._list_units().items()}

@@ -123,8 +123,6 @@ class Trainer:
         membership.on_join = self._donor.open
         self._catching = CatchUp(membership, state.followed)
         self._group: Group | None = None
-        self._known = frozenset[int]()
-        """The members of the newest world that was tried."""
         self._furthest = 0
         """The most steps that were ever applied."""
         self._finished: deque[Step] = deque()
@@ -439,12 +437,13 @@ class Trainer:
             self._connect = self._connect or choose_engine(self.state.replica.device)
         self._catching.finish(store, members)
         me, overtaken = membership.me, membership.overtaken
-        stand = structs.replace(state.stand(), plan=digest_plan(self.plan))
-        if state.followed is not None and not self._known.issuperset(members):
+        met = self._comparison.has_met(members)
+        stand = structs.replace(state.stand(), plan=digest_plan(self.plan), met=met)
+        if state.followed is not None and not met:
             stand = structs.replace(stand, settings=state.followed.hash_settings())
-        self._known = frozenset(members)
         progress = exchange_progress(store, members, me, stand, overtaken)
         self._compare_plans(store, progress)
+        self._comparison.enter(members, met=all(one.met for one in progress.values()))
         plan = state.decide(progress, line)
         self._group = group = Group(members, me, store, self._connect, overtaken)
         membership.attachment.enter("group")
