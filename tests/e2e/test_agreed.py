@@ -122,6 +122,11 @@ def test_a_state_that_changed_on_one_member_is_in_no_checkpoint(
     assert job.wait() == 0, job.text()[-3000:]
     said = "before step 30: rank 0 and rank 1 do not have the same model.1.linear.weight"
     assert said in job.text()
+    (incident,) = job.report()["recoveries"]
+    assert (incident["culprit"], incident["cause"]) == ("the world", f"members differ {said}")
+    verdicts = json.loads(job.cli("diagnose", "ag", "--json").stdout)["verdicts"]
+    (crash,) = [v for v in verdicts if v["kind"] == "Crash"]
+    assert crash["culprit"] == {}, "of two members, none is known to be wrong"
     rows = [row for rows in read(tmp_path) if rows[-1]["step"] == 59 for row in rows]
     assert min(row["step"] for row in rows) == 20
     compare_losses(tmp_path, rows, "--situation", "flip")

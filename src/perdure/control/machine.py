@@ -105,7 +105,6 @@ from perdure.control.steering.saving import (
     reopen_lost,
     save_if_due,
 )
-from perdure.model.errors import DifferError
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -319,7 +318,9 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
     if record.failed and not record.asked:
         culprit, cause = f"rank {record.rank}", record.cause
         left = [r for r, e in sorted(state.world.exits.items()) if not e.failed and not e.asked]
-        if left and record.lost_peer:
+        if record.differs:
+            culprit, cause = found.culprit, found.cause
+        elif left and record.lost_peer:
             culprit, cause = f"rank {left[0]}", f"left early; then {culprit}: {cause}"
         taken = preemption.find_taken(state, event.node, record)
         blamed, without, why = blame_device(state, event)
@@ -358,10 +359,12 @@ def _count_end(state: JobState, now: float, event: RankExited) -> list[AnyAction
     record = event.record
     if not membership_of(state).goes_on(state) or not note_trained(state, event):
         return []
-    if not record.failed or preemption.find_taken(state, event.node, record) is not None:
+    if (
+        not record.failed
+        or record.differs
+        or preemption.find_taken(state, event.node, record) is not None
+    ):
         return []
-    if record.error.partition(":")[0].endswith(DifferError.__name__):
-        return []  # All members of a world end by it.
     return count_slot_end(state, now, record.rank, record.cause)
 
 

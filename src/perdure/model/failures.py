@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from perdure.model.errors import DeviceLostError
+from perdure.model.errors import DeviceLostError, DifferError
 from perdure.model.input.plain import name_step
 from perdure.model.verdicts import Verdict
 
@@ -89,6 +89,12 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         name, _, how = self.error.partition(": ")
         lost = self.code == DeviceLostError.exit_code and name.endswith(DeviceLostError.__name__)
         return (how or "no reason is known") if lost else ""
+
+    @property
+    def differs(self) -> str:
+        """Return how the members of an elastic world differ, if each of them ended by that."""
+        name, _, how = self.error.partition(": ")
+        return how.removeprefix("elastic: ") if name.endswith(DifferError.__name__) else ""
 
     @property
     def sticky_error(self) -> str:
@@ -214,6 +220,9 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
         whom = "the store" if record.lost_store else "another rank"
         reason = f"{culprit} lost its connection to {whom}{name_step(step)}"
         culprit = f"a connection of {culprit}"
+    elif record.differs:
+        culprit, cause = "the world", record.differs
+        reason = cause
     elif record.flooded:
         reason = f"connections to gloo's port took all file descriptors of {culprit}"
         culprit = f"the port of {culprit}"

@@ -39,6 +39,7 @@ CLOSED = (
         (FORMING + RAISED, "ValueError: no such backend", "rank 1"),
         (TRAINING, "MemoryError: std::bad_alloc", "rank 1"),
         ("", "ValueError: bad lr", "rank 1"),
+        ("", "perdure.model.errors.DifferError: elastic: members differ: w", "the world"),
     ],
 )
 def test_whom_an_exit_blames(traceback: str, error: str, culprit: str) -> None:
