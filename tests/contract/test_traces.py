@@ -61,6 +61,7 @@ def test_a_rank_that_has_recorded_nothing_yet_writes_no_trace(tmp_path: Path) ->
 def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None:
     for rank in range(3):
         assert ranks.hear(rank) == {"ready": rank}
+    wait_until(lambda: ranks.count_done(2), "a collective that rank 2 has recorded")
     os.kill(ranks.processes[2].pid, signal.SIGSTOP)
     ranks.wait_held_up()
     for rank in range(3):
