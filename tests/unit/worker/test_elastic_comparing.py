@@ -194,7 +194,7 @@ def test_a_world_compares_at_its_first_two_steps_and_then_every_hundredth() -> N
 
 
 def test_members_that_have_met_compare_in_the_second_step_only() -> None:
-    """After a loss, everybody waits for the first step."""
+    """After a loss, all members wait for the first step."""
     store, steps = Store(), list[int]()
     comparison = Comparison(lambda: steps.append(step) or {})  # type: ignore[func-returns-value]
     worlds = {7: (0, 1, 2), 12: (0, 1), 17: (0, 1), 22: (0, 1, 2), 27: (0, 1, 2)}
