@@ -1,25 +1,21 @@
 """Metrics out of perdure, each through a library that may or may not be installed.
 
-Prometheus by prometheus-client, traces by opentelemetry-sdk; experiment trackers have a module of
-their own (`trackers`). None is imported before it is asked for, and what is missing is said with
-the command that installs it.
+Prometheus by prometheus-client; experiment trackers have a module of their own (`trackers`). No
+library is imported before it is asked for. One that is missing is named with the command that
+installs it.
 """
 
-import hashlib
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from perdure.model.errors import PlatformError
-from perdure.model.platforms.traps import Check
 from perdure.model.report import Snapshot
-from perdure.telemetry.monitoring import RANKS_MAX, IncidentSpan, list_metrics
+from perdure.telemetry.monitoring import RANKS_MAX, list_metrics
 
 PACKAGES = {
     "prometheus-client": "a Prometheus endpoint",
-    "opentelemetry-sdk": "traces of incidents",
     "tensorboard": "incidents and curves for TensorBoard",
     "wandb": "incidents and curves for Weights & Biases",
     "mlflow-skinny": "incidents and curves for MLflow",
@@ -28,7 +24,6 @@ PACKAGES = {
 """What is optional, and what it is for."""
 EXTRAS = {
     "prometheus-client": "'perdure[metrics]'",
-    "opentelemetry-sdk": "'perdure[metrics]'",
     "tensorboard": "'perdure[tensorboard]'",
     "wandb": "'perdure[wandb]'",
     "mlflow-skinny": "'perdure[mlflow]'",
@@ -39,25 +34,6 @@ _OPEN_MAX = 32
 """Connections to the Prometheus endpoint at a time. One more is closed."""
 _READ_S = 5.0
 """Seconds for a request to come."""
-
-
-def check_exporters() -> Check:
-    """Return which of the optional libraries are installed."""
-    there, missing = [], []
-    for package, use in PACKAGES.items():
-        try:
-            there.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            missing.append(f"{package} ({use})")
-    evidence = ", ".join(there) or "none of them"
-    if not missing:
-        return Check(name="metrics out", state="note", evidence=evidence)
-    return Check(
-        name="metrics out",
-        state="note",
-        evidence=f"{evidence}; not installed: {', '.join(missing)}",
-        mend="pip install 'perdure[metrics]'",
-    )
 
 
 def load_library(module: str, package: str) -> Any:
@@ -73,9 +49,6 @@ def load_library(module: str, package: str) -> Any:
             f"{package} is not installed: it is needed for {PACKAGES[package]}",
             hint=f"pip install {EXTRAS.get(package, package)}",
         ) from None
-
-
-# --- Prometheus -------------------------------------------------------------------------------
 
 
 class _Collector:
@@ -171,78 +144,3 @@ def _limit(server: Any) -> None:
     )
     server.process_request, server.process_request_thread = take, serve_and_leave
     server.handle_error = lambda request, address: None
-
-
-# --- OpenTelemetry ----------------------------------------------------------------------------
-
-
-def make_otlp_exporter(url: str) -> Any:
-    """Return an exporter to an OpenTelemetry collector, over HTTP.
-
-    Raises:
-        PlatformError: it is not installed.
-    """
-    name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    endpoint = url if url.rstrip("/").endswith("/v1/traces") else url.rstrip("/") + "/v1/traces"
-    return load_library(name, "opentelemetry-sdk").OTLPSpanExporter(endpoint=endpoint, timeout=10)
-
-
-def export_spans(spans: Sequence[IncidentSpan], key: str, exporter: Any) -> None:
-    """Export `spans`; ids follow from `key` and the incident, so a second time changes nothing.
-
-    Raises:
-        PlatformError: opentelemetry-sdk is not installed, or nobody takes the spans.
-    """
-    trace = load_library("opentelemetry.sdk.trace", "opentelemetry-sdk")
-    export = load_library("opentelemetry.sdk.trace.export", "opentelemetry-sdk")
-    ids: list[int] = []
-
-    generator: Any = trace.id_generator.IdGenerator
-
-    class _Ids(generator):  # type: ignore[misc]
-        def generate_trace_id(self) -> int:
-            return ids[0]
-
-        def generate_span_id(self) -> int:
-            ids[1] += 1
-            return ids[1]
-
-    resource = load_library("opentelemetry.sdk.resources", "opentelemetry-sdk").Resource.create(
-        {"service.name": "perdure"}
-    )
-    provider = trace.TracerProvider(id_generator=_Ids(), resource=resource, shutdown_on_exit=False)
-    failed: list[bool] = []
-    inner = exporter
-
-    sink: Any = export.SpanExporter
-
-    class _Checked(sink):  # type: ignore[misc]
-        def export(self, batch: Any) -> Any:
-            result = inner.export(batch)
-            failed.append(result is not export.SpanExportResult.SUCCESS)
-            return result
-
-        def shutdown(self) -> None:
-            inner.shutdown()
-
-    provider.add_span_processor(export.BatchSpanProcessor(_Checked()))
-    tracer = provider.get_tracer("perdure")
-    api = load_library("opentelemetry.trace", "opentelemetry-sdk")
-    for span in spans:
-        digest = hashlib.sha256(f"{key}/{span.number}".encode()).digest()
-        ids[:] = [int.from_bytes(digest[:16]), int.from_bytes(digest[16:23]) << 8]
-        root = tracer.start_span(
-            span.name, attributes=span.attributes, start_time=_nanos(span.start_s)
-        )
-        inside = api.set_span_in_context(root)
-        for name, start_s, end_s in span.phases:
-            tracer.start_span(name, context=inside, start_time=_nanos(start_s)).end(_nanos(end_s))
-        root.end(_nanos(span.end_s))
-    provider.force_flush()
-    provider.shutdown()
-    if any(failed):
-        raise PlatformError("the collector has not taken the spans", hint="is its URL right?")
-
-
-def _nanos(at_s: float) -> int:
-    return int(at_s * 1e9)

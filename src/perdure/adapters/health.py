@@ -41,7 +41,6 @@ def check_machine(home: str) -> tuple[Check, ...]:
         check_processes(),
         check_shared_memory(),
         check_gpus(),
-        check_namespaces(),
     )
 
 
@@ -266,21 +265,6 @@ def check_gpus() -> Check:
         "GPUs",
         (gpus, "ok", f"{len(gpus)}: {', '.join(gpus)}", ""),
         (True, "note", f"none that NVML shows; {cores} CPU cores, gloo", ""),
-    )
-
-
-def check_namespaces() -> Check:
-    """Return whether the fault laboratory can make networks of its own."""
-    ready = os.geteuid() == 0 and shutil.which("ip") is not None
-    return _choose(
-        "fault laboratory",
-        (ready, "ok", "root, and iproute2 is there", ""),
-        (
-            True,
-            "note",
-            "not root, or no iproute2: slow and dead links cannot be made here",
-            "only `perdure inject slow-link|drop-link|link-down` and its tests need it",
-        ),
     )
 
 

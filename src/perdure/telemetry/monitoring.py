@@ -1,8 +1,7 @@
-"""What monitoring systems are given: a Snapshot as metrics, and incidents as spans of a trace.
+"""What monitoring systems are given: a Snapshot as metrics.
 
 One figure a rank is what a job of hundreds of ranks can afford; beyond `ranks_max` the ranks are
 counted by state and told of by node, since a scrape of 10,000 ranks would cost more than it says.
-An incident is one trace, and a phase of its recovery one span.
 """
 
 from collections import Counter
@@ -11,7 +10,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from perdure.model.report import PHASES, UNFAILED, DeviceRow, RankRow, Recovery, Report, Snapshot
+from perdure.model.report import UNFAILED, DeviceRow, RankRow, Snapshot
 
 RANKS_MAX = 512
 STATES = (
@@ -150,42 +149,3 @@ def _list_device_metrics(snapshot: Snapshot) -> list[Metric]:
         known = [(where, value) for where, value in samples if value >= 0]
         found.append(Metric(f"perdure_device_{name}", "gauge", help, labels, known))
     return [metric for metric in found if metric.samples]
-
-
-class IncidentSpan(NamedTuple):
-    """One incident; `phases` follow one another from `start_s` on."""
-
-    number: int
-    """Of the job, from 1: with the job's name and start it makes the trace's id."""
-    name: str
-    start_s: float
-    end_s: float
-    attributes: dict[str, str | int | float]
-    phases: tuple[tuple[str, float, float], ...]
-    """(name, start, end), those that took any time."""
-
-
-def list_incident_spans(report: Report) -> list[IncidentSpan]:
-    """Return the incidents of `report`, oldest first."""
-    return [_make(report, r, number) for number, r in enumerate(report.recoveries, 1)]
-
-
-def _make(report: Report, r: Recovery, number: int) -> IncidentSpan:
-    at_s, phases = r.at_s, list[tuple[str, float, float]]()
-    for name in PHASES:
-        took_s: float = getattr(r, f"{name}_s")
-        if took_s > 0:
-            phases.append((name, at_s, at_s + took_s))
-            at_s += took_s
-    attributes: dict[str, str | int | float] = {
-        "perdure.job": report.job,
-        "perdure.cause": r.cause,
-        "perdure.culprit": r.culprit,
-        "perdure.rung": r.rung,
-        "perdure.reason": r.reason,
-        "perdure.step": r.at_step,
-    }
-    if r.lost_steps is not None:
-        attributes["perdure.lost_steps"] = r.lost_steps
-    name = f"{r.cause} of {r.culprit}"
-    return IncidentSpan(number, name, r.at_s, r.at_s + r.total_s, attributes, tuple(phases))

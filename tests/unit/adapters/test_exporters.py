@@ -11,13 +11,10 @@ from tests.waiting import PATIENCE_S, wait_until
 from perdure.adapters import exporters
 from perdure.adapters.exporters import (
     PrometheusServer,
-    check_exporters,
-    export_spans,
     render_prometheus,
 )
 from perdure.model.errors import PlatformError
 from perdure.model.report import RankRow, Snapshot
-from perdure.telemetry.monitoring import IncidentSpan
 
 SNAPSHOT = Snapshot(
     1, 'j"x', "running", 9.0, 0.0, 1, 2, 120, 8.0, 1, "resumable", "r",
@@ -75,24 +72,6 @@ def test_idle_connections_neither_fill_process_or_log_nor_keep_prometheus_out(
     assert capsys.readouterr().err == ""
 
 
-def test_incidents_become_traces_with_ids_that_stay():
-    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    span = IncidentSpan(
-        1, "Crash of rank 1", 10.0, 12.0, {"perdure.job": "j"},
-        (("detect", 10.0, 10.5), ("state", 10.5, 12.0)),
-    )  # fmt: skip
-    seen = []
-    for _ in range(2):
-        exporter = memory.InMemorySpanExporter()
-        export_spans([span], "j@1", exporter)
-        spans = exporter.get_finished_spans()
-        seen.append({(s.name, s.context.trace_id, s.context.span_id) for s in spans})
-        root = next(s for s in spans if s.parent is None)
-        assert (root.name, root.start_time, root.end_time) == (span.name, 10 * 10**9, 12 * 10**9)
-        assert {s.name for s in spans if s.parent is not None} == {"detect", "state"}
-    assert seen[0] == seen[1]
-
-
 def test_what_is_missing_is_said(monkeypatch):
     def missing(name):
         raise ImportError(name)
@@ -101,4 +80,3 @@ def test_what_is_missing_is_said(monkeypatch):
     with pytest.raises(PlatformError, match="prometheus-client is not installed") as caught:
         render_prometheus(SNAPSHOT)
     assert "pip install" in caught.value.hint
-    assert check_exporters().name == "metrics out"

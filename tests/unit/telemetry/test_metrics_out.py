@@ -1,4 +1,4 @@
-"""What Prometheus, Grafana and a trace get to see of a job."""
+"""What Prometheus and Grafana get to see of a job."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from perdure.model.report import DeviceRow, RankRow, ReplicaRow
 from perdure.model.signals.devices import DeviceSample
 from perdure.telemetry.accounting.ledger import LedgerFold
 from perdure.telemetry.live.snapshot import SnapshotFold
-from perdure.telemetry.monitoring import list_incident_spans, list_metrics
+from perdure.telemetry.monitoring import list_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -87,14 +87,3 @@ def test_the_dashboard_asks_for_metrics_that_there_are(told):
     assert len(asked) > 12
     text = (ROOT / "docs" / "observability.md").read_text()
     assert {name for name in known if f"`{name}`" not in text} == set()
-
-
-def test_an_incident_is_a_span_with_its_phases(told):
-    spans = list_incident_spans(told[1])
-    crash = spans[0]
-    assert crash.name == "signal 9 (SIGKILL) of rank 1"
-    assert crash.attributes["perdure.rung"] == "restart"
-    assert crash.phases[0][1] == crash.start_s
-    assert crash.phases[-1][2] == pytest.approx(crash.end_s)
-    ends = [end for _, _, end in crash.phases]
-    assert [start for _, start, _ in crash.phases[1:]] == ends[:-1]

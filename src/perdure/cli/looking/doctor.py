@@ -70,7 +70,6 @@ def doctor(
 
         print_schema(job, permissions)
         return
-    from perdure.adapters.exporters import check_exporters
     from perdure.adapters.health import check_machine
     from perdure.cli.platforms.asking import check_platform
     from perdure.cli.platforms.profiles import choose_profile
@@ -87,7 +86,7 @@ def doctor(
         checks = _check_job(found) + ((_probe(found),) if probe else ())
     else:
         machine = check_machine(resolve_home())
-        checks = (*machine, check_recorder(), check_nccl_plugin(), check_exporters())
+        checks = (*machine, check_recorder(), check_nccl_plugin())
     if on is not None:
         checks += check_platform(choose_profile(on, host, resolve_home()))
     traps = look_for_traps(found, on, project)

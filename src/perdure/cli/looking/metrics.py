@@ -36,8 +36,7 @@ Port = Annotated[
         "--port",
         min=0,
         max=65535,
-        help="Without --traces, --tensorboard, --wandb or --mlflow: serve /metrics until the job "
-        "has ended.",
+        help="Without --tensorboard, --wandb or --mlflow: serve /metrics until the job has ended.",
     ),
 ]
 RanksMax = Annotated[
@@ -45,7 +44,7 @@ RanksMax = Annotated[
     typer.Option(
         "--ranks-max",
         min=0,
-        help="Without --traces, --tensorboard, --wandb or --mlflow: with more ranks than this, "
+        help="Without --tensorboard, --wandb or --mlflow: with more ranks than this, "
         "figures are by node.",
     ),
 ]
@@ -58,10 +57,6 @@ def metrics(
         str, typer.Option("--host", help="With --port: address to serve on.")
     ] = "127.0.0.1",
     ranks_max: RanksMax = RANKS_MAX,
-    traces: Annotated[
-        str | None,
-        typer.Option("--traces", metavar="URL", help="Send incidents to OpenTelemetry (OTLP)."),
-    ] = None,
     tensorboard: Annotated[
         Path | None,
         typer.Option("--tensorboard", metavar="DIR", help="Tell TensorBoard of it."),
@@ -102,9 +97,7 @@ def metrics(
     done: dict[str, object] = {}
     if follow and len(targets) != 1:
         raise ConfigError("--follow tells one tracker at a time", hint="two commands for two")
-    if traces is not None or targets:
-        if traces is not None:
-            done["incidents"] = _send_traces(found, traces)
+    if targets:
         for kind, target in targets.items():
             done |= _tell(found, kind, target, follow=follow, run_log=run_log)
         answer(done, "  ".join(f"{name} {value}" for name, value in done.items()), as_json=as_json)
@@ -135,19 +128,6 @@ def _print_curves(logged: "dict[str, list[Bucket]]", *, as_json: bool) -> None:
                 print(encode({"name": name, **bucket._asdict()}).decode())
             else:
                 print(",".join((f'"{name.replace(chr(34), chr(34) * 2)}"', *map(str, bucket))))
-
-
-def _send_traces(found: Job, url: str) -> int:
-    """Send the incidents to an OpenTelemetry collector; return how many there are."""
-    from perdure.adapters import exporters
-    from perdure.cli.looking.story import tell_story
-    from perdure.telemetry.monitoring import list_incident_spans
-
-    story = tell_story(found, page=False)
-    spans = list_incident_spans(story.report)
-    key = f"{found.name}@{story.first_s}"
-    exporters.export_spans(spans, key, exporters.make_otlp_exporter(url))
-    return len(spans)
 
 
 def _tell(found: Job, kind: str, target: str, *, follow: bool, run_log: bool) -> dict[str, object]:
