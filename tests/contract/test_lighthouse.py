@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from perdure.model.bus.endpoint import Endpoint
+from perdure.model.bus.lighthouse import SERVICE, _field
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.service.jobfiles import read_document, write_atomic
@@ -22,6 +23,7 @@ from perdure.service.lighthouse.remembered import LighthouseFile
 from tests.waiting import PATIENCE_S, wait_until
 
 torchft = pytest.importorskip("torchft.coordination")
+grpc = pytest.importorskip("grpc")
 pytestmark = [pytest.mark.torch]
 TIMEOUT = timedelta(seconds=PATIENCE_S)
 
@@ -117,6 +119,20 @@ def test_torchfts_client_gets_its_quorum(
     (first, other) = (m.step for m in both.participants)
     assert first >= 1
     assert other == 0
+
+
+def test_a_large_request_of_a_stranger_is_refused(
+    lighthouse: Lighthouse, ask: Callable[..., "Future[Any]"]
+) -> None:
+    options = [("grpc.enable_http_proxy", 0)]
+    target = lighthouse.address.removeprefix("http://")
+    with grpc.insecure_channel(target, options=options) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/Heartbeat")
+        call(_field(1, b"train_0:a"), timeout=PATIENCE_S)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(_field(1, bytes(1 << 20)), timeout=PATIENCE_S)
+    assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert ask("train_0:a", 0).result(PATIENCE_S).quorum_id > 0
 
 
 def test_the_one_that_serves_is_replaced_at_once(

@@ -18,7 +18,11 @@ from perdure.model.errors import PlatformError, ProtocolError, SafetyError
 _GRACE_S = 0.2
 _KILL_S = 3.0
 """Given to a manager to end its process."""
-_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1))
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", 1 << 16),  # A request has some 200 bytes, and is kept.
+)
 
 
 async def kill_replica(manager: str, reason: str) -> str:

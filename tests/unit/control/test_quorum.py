@@ -664,3 +664,13 @@ def test_what_a_group_waits_for_while_it_is_held_is_nobodys_lateness() -> None:
     lab.wait(3600.0)
     lab.ask(1, 5)
     assert lab.machine.silences.expected_s < 1.0
+
+
+def test_heartbeats_of_strangers_are_not_kept() -> None:
+    lab = Lab()
+    lab.steps(2)
+    known = set(lab.machine.replicas)
+    for number in range(1000):
+        assert lab.machine.hear(lab.now, f"stranger_{number}:x") == []
+    assert set(lab.machine.replicas) == known
+    lab.steps(2, first=2)

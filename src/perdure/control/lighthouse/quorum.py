@@ -194,10 +194,10 @@ class Quorums:
         return name in self._open
 
     def hear(self, now: float, name: str) -> list[Output]:
-        """Take a heartbeat."""
-        if name in self._evicted:
+        """Take a heartbeat; one of a name that is not known yet tells nothing, and is not kept."""
+        replica = self.replicas.get(name)
+        if replica is None:
             return []
-        replica = self._meet(now, name)
         gap_s = now - replica.heard_s
         back = now > self._silence_due(replica)
         replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
