@@ -202,6 +202,26 @@ def test_idle_connections_of_strangers_keep_nobody_from_the_page(
             pass
 
 
+def test_an_installed_httptools_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep headers of any length for a stranger."""
+    lay_down(tmp_path)
+    (tmp_path / "httptools.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with serve(tmp_path) as page:
+        assert page.ask("/")[0] == 401
+
+
+def test_the_address_of_localhost_leads_to_nobody_else(tmp_path: Path) -> None:
+    """A browser looks for localhost at [::1] first, where another user may listen."""
+    lay_down(tmp_path)
+    with serve(tmp_path, "--host", "localhost") as page:
+        assert page.urls["view"].startswith(f"http://127.0.0.1:{page.port}/")
+        page.enter()
+        assert page.ask("/jobs/job")[0] == 200
+
+
 def test_every_answer_forbids_what_is_not_the_pages_own(page: Page) -> None:
     for path in ("/", "/jobs/job", "/static/live.js", "/nowhere", "/jobs/none"):
         policy = page.ask(path)[1]["content-security-policy"]

@@ -377,9 +377,14 @@ class Channel:
         return self._start(words, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 
     def connect_port(self, near: int, far: int) -> "subprocess.Popen[bytes]":
-        """Start to forward the loopback port `near` here to `far` of the box."""
-        way = ("-o", "ExitOnForwardFailure=yes", "-N", "-L", f"127.0.0.1:{near}:127.0.0.1:{far}")
-        return subprocess.Popen([*self.ssh(shared=False), *way, self.host])
+        """Start to forward the loopback port `near` here to `far` of the box.
+
+        It writes a line once it listens: ssh runs its local command after that.
+        """
+        told = ("-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo forwarded")
+        way = (*told, "-N", "-L", f"127.0.0.1:{near}:127.0.0.1:{far}")
+        words = [*self.ssh(shared=False), "-o", "ExitOnForwardFailure=yes", *way, self.host]
+        return subprocess.Popen(words, stdout=subprocess.PIPE)
 
     def render_forward(self, ports: Sequence[int]) -> list[str]:
         """Return the command by which a person forwards ports of the box to the same ports here."""

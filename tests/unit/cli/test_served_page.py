@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,17 @@ def test_a_page_from_elsewhere_takes_no_address_of_this_machine(
     (tmp_path / "pem").write_text("")
     assert run_command(["dash", "far", "--cert", str(tmp_path / "pem")]) == 2
     assert "--host and --cert are for jobs of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", ["", "echo forwarded; "], ids=["taken", "forwarded"])
+def test_a_stranger_at_the_port_here_is_not_taken_for_the_way_to_the_box(told: str) -> None:
+    """He takes the port while the box starts its server, and would get the token."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        words = ["sh", "-c", f"{told}exec sleep 0.5"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as way:
+            if told:
+                dash._wait_port(port, way)
+            else:
+                with pytest.raises(PlatformError, match="cannot be forwarded"):
+                    dash._wait_port(port, way)

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import webbrowser
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from html import escape
 from pathlib import Path
 from secrets import token_urlsafe
@@ -23,6 +21,7 @@ import typer
 from perdure.adapters.listener import Listener
 from perdure.cli.jobs import ElsewhereError, find_job
 from perdure.cli.speech.say import Json, note, print_json
+from perdure.launch import exchange
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.input.plain import make_plain
@@ -32,12 +31,14 @@ if TYPE_CHECKING:
     from perdure.cli.page.door import Access
 
 PORT = 8787
-_PROBE_S, _PROBE_S_MAX = 0.05, 60.0
+_FORWARD_S = 60.0
 _SILENCE_S = 60.0
 """A machine that is asked for a page, and says nothing for so long, is given up."""
 _LINE_MAX = 65_536
 _SERVING: dict[str, Any] = {
     "loop": "asyncio",  # Another one would not accept through `Listener`.
+    "http": "h11",  # httptools has no bound on what a stranger's headers take.
+    "ws": "none",
     "proxy_headers": False,  # They would let a client name its own address.
     "log_level": "error",  # It warns of each bad request of a stranger.
     "timeout_graceful_shutdown": 1,
@@ -108,6 +109,8 @@ def dash(
         secure=cert is not None,
     )
     site = Site(home=resolve_home(), access=access, only=name, admit=listener.admit)
+    # Another user may listen at [::1], where a browser looks for localhost first.
+    host = "127.0.0.1" if host == "localhost" and cert is None else host
     urls = _say_where(host, access, f"jobs/{quote(name)}" if name else "", as_json=as_json)
     config = uvicorn.Config(
         site.app(), ssl_certfile=cert, ssl_keyfile=key, backlog=listener.backlog, **_SERVING
@@ -117,13 +120,6 @@ def dash(
     with open_browser(urls[-1]) if open_ else nullcontext():
         server.run(sockets=[listener])
     return 0
-
-
-def _choose_port(port: int) -> int:
-    """Return the port that is asked for, or any that is free; it has to be free here."""
-    listener = _listen("127.0.0.1", port)
-    with listener:
-        return int(listener.getsockname()[1])
 
 
 def _show_there(
@@ -141,7 +137,8 @@ def _show_there(
     record = elsewhere.record
     if record.profile.kind != "ssh":
         raise elsewhere
-    port = _choose_port(port)
+    with _listen("127.0.0.1", port) as listener:  # It has to be free, and is left to ssh.
+        port = listener.getsockname()[1]
     words = ["dash", record.job, "--port", "0", "--json", *(["--operate"] if operate else [])]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     channel = Channel(record.profile.launch)
@@ -177,14 +174,12 @@ def _hear(pipe: IO[bytes], box: str) -> bytes:
     Raises:
         UnfinishedError: it says nothing, and does not end.
     """
-    from perdure.launch.exchange import UnfinishedError, listen
-
-    said, lines = b"", listen(pipe, _SILENCE_S)
+    said, lines = b"", exchange.listen(pipe, _SILENCE_S)
     try:
         while not said.startswith(b'{"') and (line := lines.readline(_LINE_MAX)):
             said = line.strip() or said
     except subprocess.TimeoutExpired:
-        raise UnfinishedError(
+        raise exchange.UnfinishedError(
             f"{box} shows no page: it says nothing for {_SILENCE_S:g} s",
             hint=f"this says nothing about the job; does `ssh {box} true` end?",
         ) from None
@@ -222,19 +217,18 @@ def _is_plain_url(url: str, own: str) -> bool:
 
 
 def _wait_port(port: int, way: "subprocess.Popen[bytes]") -> None:
-    """Wait until `way` listens at `port` of this machine.
+    """Wait until `way` says that it listens at `port` of this machine.
+
+    A connection to the port would not tell: another user may have taken the port meanwhile.
 
     Raises:
         PlatformError: it has ended instead, or does not in time.
     """
-    deadline_s = time.monotonic() + _PROBE_S_MAX
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        if way.poll() is not None or time.monotonic() > deadline_s:
-            raise PlatformError(f"port {port} cannot be forwarded", hint="--port 0: any free one")
-        time.sleep(_PROBE_S)
+    assert way.stdout is not None
+    with suppress(subprocess.TimeoutExpired), way.stdout:
+        if exchange.listen(way.stdout, _FORWARD_S).readline(_LINE_MAX):
+            return
+    raise PlatformError(f"port {port} cannot be forwarded", hint="--port 0: any free one")
 
 
 @contextmanager
