@@ -13,13 +13,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from msgspec import structs
 from tests.disks import small_disk
 from tests.waiting import PATIENCE_S, wait_until
 from torch import nn
 
 from perdure.adapters.checkpoints import verify_all
-from perdure.model.checkpoints import Manifest
+from perdure.model.checkpoints import FileEntry, Manifest
+from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
@@ -157,6 +160,82 @@ def test_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage: s
     (restored,) = two.of(CheckpointRestored)
     assert len(restored.skipped) == 1
     assert "step-00000010" in restored.skipped[0]
+
+
+@pytest.mark.parametrize("way", ["plain", "link"])
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, way: str) -> None:
+    """Another user who may write into the folder has put it there, and into the roster."""
+    newest, _ = two_checkpoints(tmp_path)
+    fifo, path = tmp_path / "fifo", newest / "manifest.json"
+    manifest = decode(path.read_bytes(), Manifest)
+    empty = FileEntry("fifo", 0, xxhash.xxh3_128().hexdigest())
+    path.write_bytes(encode(structs.replace(manifest, files=(*manifest.files, empty))))
+    os.mkfifo(fifo)
+    (newest / "fifo").symlink_to(fifo) if way == "link" else fifo.rename(newest / "fifo")
+    two = Trainee(str(tmp_path), seed=2)
+    assert two.saver.restore({}) == 5
+    (restored,) = two.of(CheckpointRestored)
+    assert "fifo cannot be read: it is a FIFO" in restored.skipped[0]
+
+
+def test_a_copy_by_another_name_is_not_of_that_step(tmp_path: Path) -> None:
+    newest, _ = two_checkpoints(tmp_path)
+    shutil.copytree(newest, tmp_path / "step-00000900")
+    two = Trainee(str(tmp_path), seed=2)
+    assert two.saver.restore({}) == 10
+    (restored,) = two.of(CheckpointRestored)
+    assert "the manifest is of step 10" in restored.skipped[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's folder needs root")
+@pytest.mark.parametrize("way", ["folder", "link"])
+def test_nothing_is_written_where_another_user_leads(tmp_path: Path, way: str) -> None:
+    """He has made the folder of the next save, or a link, and knows its name."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis").write_text("whole")
+    root = tmp_path / "checkpoints"
+    planted = root / "step-00000010.g0.2.tmp"
+    one = Trainee(str(root), seed=1)
+    one.save(5)
+    one.saver.close()
+    if way == "link":
+        planted.symlink_to(victim)
+    else:
+        planted.mkdir()
+        (planted / "rank-0.pt").symlink_to(victim / "thesis")
+    os.chown(planted, 61_184, 61_184, follow_symlinks=False)
+    one.save(10)
+    one.save(15)
+    one.saver.close()
+    (failed,) = one.of(CheckpointFailed)
+    assert "belongs to another user" in failed.error
+    assert [event.step for event in one.of(CheckpointSaved)] == [5, 15]
+    assert [path.name for path in victim.iterdir()] == ["thesis"]
+    assert (victim / "thesis").read_text() == "whole"
+
+
+def test_a_save_removes_no_file_that_it_has_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody replaces the folder of a save by a link while rank 0 gathers the parts."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis").write_text("whole")
+
+    def lead_away(folder: Path) -> object:
+        for path in folder.iterdir():
+            path.rename(victim / path.name)
+        folder.rmdir()
+        folder.symlink_to(victim)
+        return read_index(folder)
+
+    read_index = checkpointer.read_index
+    monkeypatch.setattr(checkpointer, "read_index", lead_away)
+    one = Trainee(str(tmp_path / "checkpoints"), seed=1)
+    one.save(5)
+    one.saver.close()
+    assert (victim / "thesis").read_text() == "whole"
 
 
 def take_away(path: Path) -> Path:

@@ -21,6 +21,7 @@ import functools
 import os
 import pickle
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
@@ -181,6 +182,10 @@ class SaveTask:
         if self.reason in _LAST:
             self._wait_for_room(sum(one.nbytes for one in tensors.values()))
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Another user may have made it, with links in it. Of a mount only owners are compared.
+        with tempfile.TemporaryFile(dir=self.folder) as probe:
+            if os.fstat(probe.fileno()).st_uid != self.folder.lstat().st_uid:
+                raise PlatformError(f"{self.folder} belongs to another user")
         self._begun = True
         self._agree(cache, tensors)
         self.is_agreed = True
@@ -234,9 +239,9 @@ class SaveTask:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.folder.rename(self._failed)
+            shutil.rmtree(self._failed, ignore_errors=True)  # It follows no link.
             with contextlib.suppress(OSError):
-                for path in list(self._failed.glob("*")):
-                    path.unlink()
+                self._failed.mkdir()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
@@ -320,10 +325,8 @@ class SaveTask:
         read_index(self.folder)  # It raises where it cannot be read.
         files.append(describe_file(self.folder, INDEX))
         failpoint("checkpoint/gathered")
-        roster = {entry.path for entry in files}
-        for path in list(self.folder.iterdir()):
-            if path.name not in roster:
-                path.unlink()
+        for name in [name.format(r) for name in (_PLAN, _PART, _RESULTS) for r in ranks]:
+            (self.folder / name).unlink(missing_ok=True)
         manifest = Manifest(
             step=self.step,
             world_size=self._world_size,

@@ -22,7 +22,7 @@ import xxhash
 from perdure.failpoints import failpoint
 from perdure.files import replace_file, sync_path
 from perdure.files.owner import claim_folder
-from perdure.files.regular import UnfitFileError, read_file
+from perdure.files.regular import UnfitFileError, open_file, read_file
 from perdure.model.checkpoints import (
     LATEST,
     MANIFEST,
@@ -51,9 +51,14 @@ class _Picture(msgspec.Struct, frozen=True):
 
 
 def hash_file(path: Path, give_way: Callable[[], object] = bool) -> str:
-    """Return the xxh3-128 of a file's bytes, read from the file; `give_way` between chunks."""
+    """Return the xxh3-128 of a file's bytes, read from the file; `give_way` between chunks.
+
+    Raises:
+        UnfitFileError: the path leads to something else, such as a FIFO.
+        OSError: the disk does not answer.
+    """
     digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path, 0, follow=True) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             give_way()
@@ -96,6 +101,8 @@ def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int =
     """
     if not manifest.files:
         return "the roster is empty"
+    if manifest.step != parse_checkpoint_name(folder.name):
+        return f"the manifest is of step {manifest.step}"
     for entry in manifest.files[share::shares]:
         why = explain_unsafe(entry.path)
         if why:
@@ -109,6 +116,8 @@ def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int =
                 return f"{entry.path} does not match its hash"
         except _ABSENT:
             return f"{entry.path} is missing"
+        except UnfitFileError as error:
+            return f"{entry.path} cannot be read: {error.strerror}"
     return ""
 
 
