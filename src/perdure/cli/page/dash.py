@@ -109,8 +109,6 @@ def dash(
         secure=cert is not None,
     )
     site = Site(home=resolve_home(), access=access, only=name, admit=listener.admit)
-    # Another user may listen at [::1], where a browser looks for localhost first.
-    host = "127.0.0.1" if host == "localhost" and cert is None else host
     urls = _say_where(host, access, f"jobs/{quote(name)}" if name else "", as_json=as_json)
     config = uvicorn.Config(
         site.app(), ssl_certfile=cert, ssl_keyfile=key, backlog=listener.backlog, **_SERVING
@@ -263,6 +261,8 @@ def _start_browser(address: str) -> None:
 
 def _say_where(host: str, access: "Access", path: str, *, as_json: bool) -> list[str]:
     """Print the addresses by which to come in, and return them."""
+    # Another user may listen at [::1], where a browser looks for localhost first.
+    host = "127.0.0.1" if host == "localhost" and not access.secure else host
     place = f"{'https' if access.secure else 'http'}://{_bracket(host)}:{access.port}/{path}"
     urls = {"view": f"{place}?token={access.viewer}"}
     urls |= {"operate": f"{place}?token={access.operator}"} if access.operator else {}
