@@ -218,7 +218,7 @@ def test_nothing_is_written_where_another_user_leads(tmp_path: Path, way: str) -
 def test_a_save_removes_no_file_that_it_has_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody replaces the folder of a save by a link while rank 0 gathers the parts."""
+    """Another user replaces the folder of a save by a link while rank 0 gathers the parts."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis").write_text("whole")
