@@ -182,8 +182,8 @@ class SaveTask:
         if self.reason in _LAST:
             self._wait_for_room(sum(one.nbytes for one in tensors.values()))
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Another user may have made it, with links in it. Of a mount only owners are compared.
-        with tempfile.TemporaryFile(dir=self.folder) as probe:
+        # Another user may have made it, with links in it. Some mounts refuse such a probe.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.folder) as probe:
             if os.fstat(probe.fileno()).st_uid != self.folder.lstat().st_uid:
                 raise PlatformError(f"{self.folder} belongs to another user")
         self._begun = True
