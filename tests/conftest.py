@@ -12,10 +12,11 @@ from bench.sweep import sweep_after_me
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from tests.environment import choose_plain_tmp, drop_foreign
+from tests.environment import choose_plain_tmp, drop_foreign, skip_shim
 
 drop_foreign(os.environ)
 choose_plain_tmp(os.environ)
+skip_shim(os.environ)
 tempfile.tempdir = None  # It is read from TMPDIR again: pytest has read it already.
 
 SEEDS = Path(__file__).resolve().parent.parent / ".seeds"

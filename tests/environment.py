@@ -1,7 +1,11 @@
 """The environment that tests start with: without what belongs to another job, shell, or proxy."""
 
+import os
 import re
+import shutil
+import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 
 KEPT = frozenset(
     {"PERDURE_EXPLORE", "PERDURE_SEEDS", "PERDURE_FAILURES", "PERDURE_EXAMPLES"}
@@ -42,3 +46,14 @@ def choose_plain_tmp(environ: MutableMapping[str, str]) -> None:
     """Leave a TMPDIR that a shell would split: programs that tests write do not quote theirs."""
     if not re.fullmatch(r"[\w/.,:+@-]*", environ.get("TMPDIR", ""), re.ASCII):
         environ["TMPDIR"] = "/tmp"
+
+
+def skip_shim(environ: MutableMapping[str, str]) -> None:
+    """Let `python3` be this Python itself if it is a script that looks for it, such as pyenv's.
+
+    Each start of such a script runs a dozen of bash, and boxes and fakes start many.
+    """
+    found = shutil.which("python3", path=environ.get("PATH"))
+    folder = Path(sys.base_prefix, "bin")
+    if found and Path(found).read_bytes()[:2] == b"#!" and (folder / "python3").exists():
+        environ["PATH"] = f"{folder}{os.pathsep}{environ['PATH']}"
