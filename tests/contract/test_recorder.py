@@ -75,34 +75,13 @@ def run_forked(runs, folder):
 
 
 @pytest.fixture(scope="module")
-def pairs(library, tmp_path_factory):
-    """Return what each of two ranks printed, with the recorder and without, and their rings."""
-    script, runs, rings = SCRIPT.read_text(), [], []
-    folder = tmp_path_factory.mktemp("pairs")
-    for mode in ("compiled", "off"):
-        runs.append([])
-        for rank in range(2):
-            env = {"RANK": str(rank), "PERDURE_RECORDER": mode}
-            if mode != "off":
-                rings.append(make_ring(folder, rank))
-                env["PERDURE_RING"] = rings[-1]
-            runs[-1].append((script, f"{folder}/store-{mode}", env, f"{folder}/{mode}-{rank}"))
-    assert run_forked(runs, folder) == [0] * 4
-    answers = [
-        [json.loads(Path(output).read_text().splitlines()[-1]) for _, _, _, output in ranks]
-        for ranks in runs
-    ]
-    return *answers, rings
+def compiled(forked):
+    return forked.compiled, forked.rings
 
 
 @pytest.fixture(scope="module")
-def compiled(pairs):
-    return pairs[0], pairs[2]
-
-
-@pytest.fixture(scope="module")
-def bare(pairs):
-    return pairs[1]
+def bare(forked):
+    return forked.bare
 
 
 def c10d_operators():
@@ -336,16 +315,46 @@ class Alone:
     code: int
 
 
+@dataclass
+class Forked:
+    """What each of two ranks printed, with the recorder and without, their rings, and loners."""
+
+    compiled: list[dict[str, list]]
+    bare: list[dict[str, list]]
+    rings: list[str]
+    alone: dict[tuple[str, str], Alone]
+
+
 @pytest.fixture(scope="module")
-def alone(library, tmp_path_factory):
-    """Run each script that ends by itself."""
-    rings, runs = [], []
+def forked(library, tmp_path_factory):
+    """Run two ranks with the recorder and without, and each script that ends by itself."""
+    script, runs, rings, alone = SCRIPT.read_text(), [], [], []
+    folder = tmp_path_factory.mktemp("pairs")
+    for mode in ("compiled", "off"):
+        runs.append([])
+        for rank in range(2):
+            env = {"RANK": str(rank), "PERDURE_RECORDER": mode}
+            if mode != "off":
+                rings.append(make_ring(folder, rank))
+                env["PERDURE_RING"] = rings[-1]
+            runs[-1].append((script, f"{folder}/store-{mode}", env, f"{folder}/{mode}-{rank}"))
     for number, ((word, _), (code, recorder)) in enumerate(SCRIPTS.items()):
-        rings.append(make_ring(tmp_path_factory.mktemp(f"alone-{number}")))
-        env = {"RANK": "0", "PERDURE_RING": rings[-1], "PERDURE_RECORDER": recorder}
+        alone.append(make_ring(tmp_path_factory.mktemp(f"alone-{number}")))
+        env = {"RANK": "0", "PERDURE_RING": alone[-1], "PERDURE_RECORDER": recorder}
         runs.append([(code, word, env, "/dev/null")])
-    codes = run_forked(runs, tmp_path_factory.mktemp("alone"))
-    return {name: Alone(ring, code) for name, ring, code in zip(SCRIPTS, rings, codes, strict=True)}
+    codes = run_forked(runs, folder)
+    assert codes[:4] == [0] * 4
+    answers = [
+        [json.loads(Path(output).read_text().splitlines()[-1]) for _, _, _, output in ranks]
+        for ranks in runs[:2]
+    ]
+    ends = zip(SCRIPTS, alone, codes[4:], strict=True)
+    return Forked(*answers, rings, {name: Alone(ring, code) for name, ring, code in ends})
+
+
+@pytest.fixture(scope="module")
+def alone(forked):
+    return forked.alone
 
 
 def test_a_forked_child_does_not_write(alone):
@@ -378,24 +387,28 @@ def test_an_injected_exit_reaches_the_script(alone):
     assert alone["exit", "compiled"].code == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_ring_stays_readable_whatever_becomes_of_its_rank(library, tmp_path, number):
+def test_a_ring_stays_readable_whatever_becomes_of_its_rank(library, tmp_path):
     ring = make_ring(tmp_path)
     env = os.environ | {"RANK": "0", "PERDURE_RING": ring, "PERDURE_RECORDER": "compiled"}
     command = [sys.executable, "-W", "ignore", "-c", LONER, "loop"]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+    seen = 0
     try:
         assert process.stdout.readline() == b"ready\n"
-        wait_until(lambda: read_ring(ring, 0.0).num_spans >= 5000, "spans")
-        process.send_signal(number)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        spans = read_spans(ring, 0.0)
-        assert len(spans) >= layout.SPANS_MAX - 1
-        numbers = [one.number for one in spans]
-        assert numbers == sorted(numbers)
-        seqs = [one.span.seq for one in spans]
-        assert seqs == sorted(set(seqs))
-        assert read_ring(ring, 0.0).comms[0].started_seq - seqs[-1] in (0, 1)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            process.send_signal(signal.SIGCONT)
+            least = seen + 5000
+            wait_until(lambda least=least: read_ring(ring, 0.0).num_spans >= least, "spans")
+            process.send_signal(number)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            spans = read_spans(ring, 0.0)
+            assert len(spans) >= layout.SPANS_MAX - 1
+            numbers = [one.number for one in spans]
+            assert numbers == sorted(numbers)
+            seqs = [one.span.seq for one in spans]
+            assert seqs == sorted(set(seqs))
+            assert read_ring(ring, 0.0).comms[0].started_seq - seqs[-1] in (0, 1)
+            seen = read_ring(ring, 0.0).num_spans
     finally:
         process.kill()
         process.communicate()
