@@ -1,8 +1,8 @@
 """What is asked of every engine, by two real ranks each: `CONTRACTS`, one after another.
 
-usage: python -m tests.contract.communicator_ranks gloo|fake|split|nccl|split-nccl
+usage: python -m tests.contract.communicator_ranks gloo|fake|split|nccl|split-nccl ...
 
-Answers by one line of JSON: name of a contract -> what its ranks have to complain of. Ranks are
+Answers by one line of JSON: engine -> contract -> what its ranks have to complain of. Ranks are
 forked from a process that has torch imported and has run no operator. With NCCL two processes
 share a GPU, which it refuses unless they seem to be on two hosts: then all goes over sockets.
 """
@@ -375,16 +375,18 @@ def read_answers(folder: str, size: int) -> dict[int, Any]:
 
 
 def main() -> None:
-    """Run all contracts."""
-    found = {}
-    for contract in CONTRACTS:
-        with tempfile.TemporaryDirectory() as folder:
+    """Run all contracts with each engine."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for engine in sys.argv[1:]:
+        found[engine] = {}
+        for contract in CONTRACTS:
             # With NCCL the contracts were never tried with other times than those of old.
-            short = contract is the_thread_that_forms_for_nobody_ends or "nccl" in sys.argv[1]
+            short = contract is the_thread_that_forms_for_nobody_ends or "nccl" in engine
             build_s = BUILD_S if short else NEVER_S
-            found[contract.__name__] = run(
-                contract, sys.argv[1], folder, build_s=build_s, limit_s=PATIENCE_S
-            )
+            with tempfile.TemporaryDirectory() as folder:
+                found[engine][contract.__name__] = run(
+                    contract, engine, folder, build_s=build_s, limit_s=PATIENCE_S
+                )
     print(json.dumps(found))
 
 
