@@ -344,12 +344,12 @@ def forked(library, tmp_path_factory):
         runs.append([(code, word, env, "/dev/null")])
     codes = run_forked(runs, folder)
     assert codes[:4] == [0] * 4
-    answers = [
+    compiled, bare = [
         [json.loads(Path(output).read_text().splitlines()[-1]) for _, _, _, output in ranks]
         for ranks in runs[:2]
     ]
     ends = zip(SCRIPTS, alone, codes[4:], strict=True)
-    return Forked(*answers, rings, {name: Alone(ring, code) for name, ring, code in ends})
+    return Forked(compiled, bare, rings, {name: Alone(ring, code) for name, ring, code in ends})
 
 
 @pytest.fixture(scope="module")
