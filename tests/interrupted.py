@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from perdure.model.bus.wire import FromWorker, WorkerHello
 from perdure.model.codec import decode, encode
 from perdure.model.orders import InterruptCollectives
 from perdure.worker.ring import RingWriter
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_readable, wait_until
 
 SCRIPT = Path(__file__).with_name("contract") / "interrupt_rank.py"
 STOPPED = InterruptCollectives(generation=4, ranks=(0, 1), reason="rank 2 is stopped")
@@ -92,7 +91,7 @@ class Ranks:
     def hear(self, rank: int) -> dict[str, Any]:
         out = self.processes[rank].stdout
         assert out is not None
-        assert select.select([out], [], [], PATIENCE_S)[0], f"rank {rank} says nothing"
+        assert is_readable(out), f"rank {rank} says nothing"
         words: dict[str, Any] = json.loads(out.readline())
         return words
 

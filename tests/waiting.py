@@ -1,5 +1,6 @@
 """Waits for facts. A limit here only ends a test that hangs; it says nothing about speed."""
 
+import select
 import time
 from collections.abc import Callable
 
@@ -17,3 +18,13 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.02)
+
+
+def is_readable(file: object, timeout_s: float = PATIENCE_S) -> bool:
+    """Return whether a file or descriptor has something to read, or has ended, in time.
+
+    select.select would refuse a descriptor above 1023, which a process of many tests may have.
+    """
+    poller = select.poll()
+    poller.register(file, select.POLLIN)  # type: ignore[arg-type]
+    return bool(poller.poll(timeout_s * 1000.0))

@@ -1,13 +1,12 @@
 """A rank forks while perdure's threads hold its locks, and no child waits for one of them."""
 
-import select
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import is_readable
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -27,7 +26,7 @@ def test_no_child_of_a_rank_inherits_a_held_lock(tmp_path: Path) -> None:
     ):
         try:
             assert rank.stdout is not None
-            ready = select.select([rank.stdout], [], [], PATIENCE_S)[0]
+            ready = is_readable(rank.stdout)
             assert ready, "a child still waits"
             assert rank.stdout.readline() == b"every child has ended\n", errors.read_text()[-3000:]
         finally:

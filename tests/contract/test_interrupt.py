@@ -1,7 +1,6 @@
 """A collective of three real gloo ranks, one of them stopped, is broken from beside it."""
 
 import os
-import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from perdure.model.bus.wire import WorkerEvent
 from perdure.model.codec import encode
 from perdure.model.events import CollectivesInterrupted
 from perdure.model.orders import InterruptCollectives, TakeStacks
-from tests.waiting import wait_until
+from tests.waiting import is_readable, wait_until
 
 pytest.importorskip("torch")
 
@@ -44,10 +43,10 @@ def test_order_of_another_generation_breaks_nothing(ranks: Ranks) -> None:
     done = ranks.count_done(0)
     said = ranks.processes[0].stdout
     wait_until(
-        lambda: ranks.count_done(0) > done + 5 or select.select([said], [], [], 0)[0],
+        lambda: ranks.count_done(0) > done + 5 or is_readable(said, 0),
         "further collectives",
     )
-    assert not select.select([said], [], [], 0)[0]
+    assert not is_readable(said, 0)
 
 
 def test_survivors_of_a_stopped_rank_raise(ranks: Ranks) -> None:

@@ -78,7 +78,9 @@ def compare(trail: Path, *words: str) -> None:
 def compare_losses(trail: Path, rows: list[dict[str, Any]], *words: str) -> None:
     steps = max(row["step"] for row in rows) + 1
     plain = [sys.executable, SCRIPT, "--trail", str(trail), *words, "--plain"]
-    subprocess.run([*plain, "--steps", str(steps)], check=True, timeout=PATIENCE_S)
+    # Threads of one process that wait for each other take minutes on a busy machine.
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*plain, "--steps", str(steps)], check=True, timeout=PATIENCE_S, env=env)
     true = [json.loads(line)["loss"] for line in (trail / "plain").read_text().splitlines()]
     off = 0.05 if "moments" in words else 2e-3  # bfloat16 rounds each sum.
     for row in rows:

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from perdure.model.bus.wire import KeeperKill, KeeperSpawn, KeeperSpawned, Keepe
 from perdure.model.failures import ExitRecord
 from tests.disks import small_disk
 from tests.e2e.node import Node
-from tests.waiting import wait_until
+from tests.waiting import is_readable, wait_until
 
 
 @pytest.fixture
@@ -214,7 +213,7 @@ def test_a_copier_goes_on_if_its_keeper_dies_before_an_answer(tmp_path: Path) ->
             socket.send_fds(orders, [b"+"], [read, file.fileno()])
         os.close(read)
         orders.send(b"1")
-        wait_until(lambda: select.select([orders], [], [], 0)[0], "an answer")
+        wait_until(lambda: is_readable(orders, 0), "an answer")
         orders.close()
         data = b"x" * 1_000_000
         while data:

@@ -2,7 +2,6 @@
 
 import io
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_readable, wait_until
 
 from perdure.cli.speech.unread import UnreadStream
 from perdure_lab.cli.trace import show_play
@@ -34,7 +33,7 @@ class Pipe:
         """Read until the text ends with `until`."""
         data = b""
         while not data.decode().endswith(until):
-            assert select.select([self.reader], [], [], PATIENCE_S)[0], data[-500:]
+            assert is_readable(self.reader), data[-500:]
             data += os.read(self.reader, 1 << 16)
         return data.decode()
 

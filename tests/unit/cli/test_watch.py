@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import subprocess
@@ -24,7 +23,7 @@ import msgspec
 import pyte
 import pytest
 from tests.living import LivingJob
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, is_readable
 
 ALT_ON, ALT_OFF, CURSOR_OFF, CURSOR_ON = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
 
@@ -58,7 +57,7 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
     def read(self, seconds: float) -> None:
-        if select.select([self.fd], [], [], seconds)[0]:
+        if is_readable(self.fd, seconds):
             data = os.read(self.fd, 65536)
             self.raw += data
             self.stream.feed(data)
@@ -78,7 +77,7 @@ class Terminal:
     def wait(self) -> int:
         """Return the exit code, after everything was read."""
         self.wait_until(lambda: self.process.poll() is not None, "end")
-        while select.select([self.fd], [], [], 0.05)[0]:
+        while is_readable(self.fd, 0.05):
             self.read(0)
         return self.process.returncode
 

@@ -5,7 +5,6 @@ And what a keeper cannot do at all.
 
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, is_readable
 
 from perdure.files.private import locate_job
 from perdure.keeper.image import ImageProcess, Warmth
@@ -64,7 +63,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as keeper:
         theirs.close()
         try:
-            assert select.select([ours], [], [], PATIENCE_S)[0], "no keeper"
+            assert is_readable(ours), "no keeper"
             yield keeper.pid, ours
             assert keeper.wait(PATIENCE_S) == 0
         finally:
@@ -80,7 +79,7 @@ def connect(home: Path) -> LineSocket:
 
 def wait_for(agent: LineSocket, kind: type[T]) -> T:
     """Return the next answer of this kind."""
-    while select.select([agent.sock], [], [], PATIENCE_S)[0] and not agent.closed:
+    while is_readable(agent.sock) and not agent.closed:
         for message in agent.read(FromKeeper):
             if isinstance(message, kind):
                 return message
@@ -176,7 +175,7 @@ def test_ranks_for_which_there_is_no_process_are_started_once_there_is_one(
         agent.send(KeeperExit())
         agent.close()
         keeper = os.pidfd_open(image[0])
-        assert select.select([keeper], [], [], PATIENCE_S)[0]
+        assert is_readable(keeper)
         os.close(keeper)
     finally:
         for pid in (group / "cgroup.procs").read_text().split():

@@ -3,13 +3,12 @@
 import gc
 import multiprocessing
 import os
-import select
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import is_readable, wait_until
 
 from perdure.worker.data import Prefetcher
 
@@ -105,11 +104,11 @@ def test_no_process_outlives_its_rank() -> None:
             signal.pause()
         finally:
             os._exit(1)  # And never a second pytest.
-    assert select.select([told], [], [], PATIENCE_S)[0]
+    assert is_readable(told)
     loader = os.pidfd_open(int(os.read(told, 100)))
-    assert not select.select([loader], [], [], 0)[0]  # It lives.
+    assert not is_readable(loader, 0)  # It lives.
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert select.select([loader], [], [], PATIENCE_S)[0]
+    assert is_readable(loader)
     for fd in (told, tell, loader):
         os.close(fd)

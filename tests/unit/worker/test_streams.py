@@ -3,7 +3,6 @@
 import array
 import fcntl
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_readable, wait_until
 
 SCRIPT = """
 import os, sys
@@ -74,7 +73,7 @@ def signal_amid_a_line(process: "subprocess.Popen[str]") -> None:
     """
     assert process.stdout is not None
     assert process.stderr is not None
-    assert select.select([process.stdout], [], [], PATIENCE_S)[0]
+    assert is_readable(process.stdout)
     process.send_signal(signal.SIGALRM)
     assert os.read(process.stderr.fileno(), 1) == b"."
 
