@@ -7,7 +7,7 @@ SUITE = $(BIN)/python -m tests.suite $(if $(filter-out 0,$(STRICT)),--strict)
 # perdure anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo docs exact agreed same test test-machines test-floors check gates lab nightly third-party torches gpu campaign platforms platforms-k8s bench clean
+.PHONY: setup demo docs exact agreed same test collect test-machines test-floors check gates lab nightly third-party torches gpu campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -38,7 +38,11 @@ check: setup
 
 # A failed test runs again alone, up to twice (tests/suite.py).
 test: setup
-	@$(SUITE) --beside "$(MAKE) --no-print-directory check" serial parallel
+	@$(SUITE) --beside "$(MAKE) --no-print-directory check collect" serial parallel
+
+# Four processes of pytest would each compile all tests at once, for the first time in a clone.
+collect: setup
+	@$(BIN)/python -m pytest --collect-only -qq tests > /dev/null || true
 
 # The core and the serial part on machines that once broke them (tests/machines.py): about an hour.
 # MACHINES="uptime busy": these ones.
