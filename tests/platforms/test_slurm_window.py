@@ -16,19 +16,20 @@ KILL_WAIT_S, WARN_S = 30, 45
 SAVES = """
 import glob, os, signal, sys, time
 out, data, save_s = sys.argv[1], open(sys.argv[2], "rb").read(), float(sys.argv[3])
+rank = os.environ.get("RANK", "0")
 found = glob.glob(f"{out}/*.pt")
 print("begins at", found, flush=True)
 if found:
     sys.exit(0)
 def save(*_):
     os.makedirs(out, exist_ok=True)
-    with open(f"{out}/step-1.pt", "wb", buffering=0) as file:
+    with open(f"{out}/step-1-rank{rank}.pt", "wb", buffering=0) as file:
         for at in range(0, len(data), len(data) // 20):
             file.write(data[at : at + len(data) // 20])
             time.sleep(save_s / 20)
     os._exit(0)
 signal.signal(signal.SIGTERM, save)
-open(f"{out}-ready", "w").close()
+open(f"{out}-{rank}-ready", "w").close()
 while True:
     time.sleep(0.05)
 """
@@ -57,13 +58,13 @@ def test_a_save_of_80_percent_of_the_window_is_complete(
         write_script(place), str(out), str(place / "data"), str(0.8 * window_s),
         nproc=1, cold=True, checkpoint={"own": [f"{out}/*.pt"]},
     )  # fmt: skip
-    cluster.wait((place / "out-ready").exists, "the handler", 120)
+    cluster.wait((place / "out-0-ready").exists, "the handler", 120)
     if why == "preempted":
         words = ["-p", "urgent", on_first, "--exclusive", "-o", "/dev/null", "--wrap", "true"]
         urgent = cluster.call("sbatch", "--parsable", *words).strip()
         site.wait_state(urgent, "COMPLETED")
     site.wait_back(job, 1, 240)
-    saved = examine(str(out / "step-1.pt"))
+    saved = examine(str(out / "step-1-rank0.pt"))
     assert saved.state == "whole", (saved, site.runs())
     (run,) = site.runs()
     assert (run["state"], run["warned"]) == ("stopped", why == "walltime"), run

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from perdure.cli.looking.own import list_own  # noqa: E402
 from perdure.files.own import (  # noqa: E402
+    OwnCheckpoint,
     choose_place,
     copy_whole,
     examine,
@@ -24,7 +25,7 @@ from perdure.files.own import (  # noqa: E402
     put_back,
     set_aside,
 )
-from perdure.files.pointers import find_stand_in  # noqa: E402
+from perdure.files.pointers import find_stand_in, list_numbers  # noqa: E402
 from perdure.model.job import CheckpointConfig, JobSpec  # noqa: E402
 from perdure.worker.start.unloadable import find_unloadable  # noqa: E402
 
@@ -637,6 +638,85 @@ def test_files_of_several_ranks_are_one_checkpoint(tmp_path: Path) -> None:
     assert Path(whole.path).name.startswith("ckpt1-shard")
     (torn_one,), _ = find_newest("out/lora-*", str(tmp_path))
     assert Path(torn_one.path).name == "lora-rank16.pt"
+
+
+PAIRS = {
+    "allennlp": ["model_state_e{}_b0.th", "training_state_e{}_b0.th"],
+    "HiFi-GAN": ["g_{:08d}", "do_{:08d}"],
+    "VITS": ["G_{}.pth", "D_{}.pth", "DUR_{}.pth"],
+    "ranks": ["model-{}-rank0.pt", "model-{}-rank1.pt", "optim-{}-rank0.pt", "optim-{}-rank1.pt"],
+}
+
+
+def save_pairs(out: Path, names: list[str], steps: range) -> list[Path]:
+    """Save files of several names, with metrics beside them; return those of the last step."""
+    for step in steps:
+        for name in names:
+            save_torch(out / name.format(step), step)
+        (out / f"metrics_{step}.json").write_text("{}")
+    return [out / name.format(steps[-1]) for name in names]
+
+
+def list_names(found: tuple[list[OwnCheckpoint], OwnCheckpoint | None]) -> tuple[set[str], int]:
+    """Return the names of the torn ones, and the step of the newest whole one."""
+    torn, whole = found
+    return {Path(one.path).name for one in torn}, int(list_numbers(whole.path)[0]) if whole else -1
+
+
+@pytest.mark.parametrize("victim", [0, -1])
+@pytest.mark.parametrize("names", PAIRS.values(), ids=PAIRS)
+def test_files_of_one_step_go_together(tmp_path: Path, names: list[str], victim: int) -> None:
+    """Otherwise a script begins with a generator of one step and a discriminator of another."""
+    files = save_pairs(tmp_path / "out", names, range(8, 12))
+    assert list_names(find_newest("out/*", str(tmp_path))) == (set(), 11)
+    files[victim].write_bytes(files[victim].read_bytes()[:100])
+    for left in range(len(files), 0, -1):
+        torn, whole = find_newest("out/*", str(tmp_path))
+        assert list_names((torn, whole)) == ({file.name for file in files if file.exists()}, 10)
+        assert len(torn) == left
+        target = choose_place(torn[0].path, str(tmp_path / "out"), str(tmp_path))
+        set_aside(torn[0].path, target, whole.path)
+    assert list_names(find_newest("out/*", str(tmp_path))) == (set(), 10)
+    assert (tmp_path / "out" / "metrics_11.json").exists()
+
+
+def test_a_file_whose_pair_is_missing_is_not_the_newest_whole_one(tmp_path: Path) -> None:
+    """A kill came between the two files."""
+    _, second = save_pairs(tmp_path / "out", PAIRS["allennlp"], range(3))
+    second.unlink()
+    assert list_names(find_newest("out/*_state_*", str(tmp_path))) == (set(), 1)
+
+
+@pytest.mark.parametrize("best", [(0, 2), (1,)])
+def test_files_that_are_not_always_saved_together_are_no_pair(
+    tmp_path: Path, best: tuple[int, ...]
+) -> None:
+    """A best one is whole by itself."""
+    out = tmp_path / "out"
+    save_pairs(out, ["every_{}.pt"], range(best[-1] + 1))
+    for step in best:
+        save_torch(out / f"best_{step}.pt", step)
+    torn = out / f"every_{best[-1]}.pt"
+    torn.write_bytes(torn.read_bytes()[:100])
+    assert list_names(find_newest("out/*.pt", str(tmp_path))) == ({torn.name}, best[-1])
+
+
+@pytest.mark.parametrize("names", [["ba{}-rank0.pt", "ba{}-rank1.pt"], PAIRS["VITS"]])
+def test_each_file_of_a_step_has_a_link_of_its_own(tmp_path: Path, names: list[str]) -> None:
+    out = tmp_path / "out"
+    for step in (4, 5):
+        for number, name in enumerate(names):
+            save_torch(out / name.format(step), step)
+            link = out / f"latest-{number}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(name.format(step))
+    file = out / names[0].format(5)
+    file.write_bytes(file.read_bytes()[:100])
+    torn, whole = find_newest("out/*[45]*", str(tmp_path))
+    for one in torn:
+        set_aside(one.path, choose_place(one.path, str(out), str(tmp_path)), whole.path)
+    for number, name in enumerate(names):
+        assert os.readlink(out / f"latest-{number}") == name.format(4)
 
 
 def test_a_shard_takes_the_place_of_its_own_kind(tmp_path: Path) -> None:

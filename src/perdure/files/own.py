@@ -32,6 +32,7 @@ from perdure.files import sync_path
 from perdure.files.pointers import (
     DEEPSPEED,
     find_ahead,
+    find_twin,
     is_pointer,
     lead,
     list_broken,
@@ -54,7 +55,7 @@ FILES_MAX = 20_000
 METADATA_BYTES_MAX = 256 << 20
 _OLDER_MAX = 32
 """Older checkpoints that one is compared with."""
-_STATE = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".distcp")
+_STATE = (".pt", ".pth", ".th", ".ckpt", ".bin", ".pkl", ".tar", ".safetensors", ".distcp")
 _ZIP = b"PK\x03\x04"
 _FICLONE = 0x40049409
 """Have a file share another's blocks (linux/fs.h)."""
@@ -513,11 +514,13 @@ def find_newest(pattern: str, cwd: str) -> tuple[list[OwnCheckpoint], OwnCheckpo
     by_time = sorted(paths, key=lambda p: (_read_time(p), not list_numbers(p)), reverse=True)
     for order in (paths, by_time):
         for path in order:
-            members = [one for one in sets[path] if one not in known]
+            ranks, beside = sets[path]
+            members = [one for one in (*ranks, *beside) if one in places and one not in known]
             exact = not _has_magic(pattern)
             found = [examine(one, paths[places[one] + 1 :], exact=exact) for one in members]
             known |= {one.path: one for one in _judge_together(found)}
-            if all(known[one].state == "whole" for one in sets[path]):
+            lacks = any(one not in places for one in beside)
+            if not lacks and all(known[one].state == "whole" for one in ranks):
                 newest = newest or known[path]
                 break
     torn = {path: found for path, found in known.items() if found.state == "torn"}
@@ -615,11 +618,11 @@ def set_aside(path: str, target: str, whole: str, until_s: float = math.inf) -> 
     _refuse_late(until_s)
     if pointer and whole and path in list_broken(whole):
         shutil.copyfile(path, target, follow_symlinks=False)
-        lead(path, whole, link=os.path.islink(path))
+        lead(path, find_twin(whole, os.path.realpath(path)), link=os.path.islink(path))
         return
     naming = list_naming(path)
     for one in naming if whole else ():
-        lead(one, whole, link=os.path.islink(one))
+        lead(one, find_twin(whole, path), link=os.path.islink(one))
     os.rename(path, target)
     sync_path(folder)
     for one in naming:

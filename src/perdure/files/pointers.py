@@ -67,21 +67,48 @@ def list_parts(path: str) -> list[str]:
     return _PART.findall(os.path.basename(path))
 
 
-def list_sets(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files of the same checkpoint for each path: ranks or shards, counted from 0.
+def list_sets(paths: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the files of the same checkpoint for each path, of `paths` newest first.
+
+    First its ranks or shards, counted from 0. Then the files of other names with the same numbers,
+    if each older step has both names or neither. A pattern stands for such a file that is missing.
 
     >>> list_sets(["step-5-rank0.pt", "step-5-rank1.pt", "lora-rank8.pt"])["lora-rank8.pt"]
-    ['lora-rank8.pt']
+    (['lora-rank8.pt'], [])
+    >>> list_sets(["G_20.pth", "D_20.pth", "G_10.pth", "D_10.pth"])["G_20.pth"]
+    (['G_20.pth'], ['D_20.pth'])
     """
-    sets: dict[str, list[str]] = {}
+    steps: dict[tuple[str, str], dict[str, list[str]]] = {}
     for path in paths:
-        name = _PART.sub("#", os.path.basename(path))
-        sets.setdefault(os.path.join(os.path.dirname(path), name), []).append(path)
-    found: dict[str, list[str]] = {}
-    for members in sets.values():
-        counted = any(not any(list_numbers(" ".join(list_parts(one)))) for one in members)
-        found |= {one: members if counted else [one] for one in members}
+        folder, name = os.path.split(path)
+        bare = _PART.sub("#", name)
+        kind, numbers = re.sub(r"\d+", "*", bare), " ".join(re.findall(r"\d+", bare))
+        kinds = steps.setdefault((folder, numbers), {})
+        kinds.setdefault(os.path.join(folder, kind), []).append(path)
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    marks: dict[str, dict[str, int]] = {}  # Folder -> name -> hash of the older steps that have it
+    for step, kinds in reversed(steps.items()):
+        older = marks.setdefault(step[0], {})
+        for kind, members in kinds.items():
+            counted = any(not any(list_numbers(" ".join(list_parts(one)))) for one in members)
+            alike = [one for one in older if older[one] == older.get(kind) and one != kind]
+            beside = [path for one in alike for path in kinds.get(one, [one])]
+            found |= {one: (members if counted else [one], beside) for one in members}
+        older |= {kind: hash((older.get(kind), step)) for kind in kinds}
     return found
+
+
+def find_twin(whole: str, path: str) -> str:
+    """Return the file of the checkpoint `whole` whose name differs from `path` by the step alone.
+
+    It is `whole` itself if there is no such file. Beside ba4-rank1.pt it is ba4-rank0.pt for
+    ba5-rank0.pt, and beside g_00000400 it is do_00000400 for do_00000500.
+    """
+    numbers = iter(re.findall(r"\d+", _PART.sub("#", os.path.basename(whole))))
+    split = re.compile(rf"({_PART.pattern})|\d+", re.IGNORECASE)
+    name = split.sub(lambda one: one[1] or next(numbers, one[0]), os.path.basename(path))
+    twin = os.path.join(os.path.dirname(whole), name)
+    return twin if twin != path and os.path.exists(twin) else whole
 
 
 def find_stand_in(whole: str, path: str) -> str:
