@@ -1,6 +1,7 @@
 """A rank that writes the script's own checkpoint when another rank dies may finish it."""
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,3 +103,42 @@ def test_a_save_that_begins_just_before_the_end_is_not_cut(
         job.cli("stop", "over", "--now")
     job.wait()
     assert (tmp_path / "model.pt").read_bytes() == b"whole" * 1000
+
+
+WRITER_S = 30.0
+"""Time for a writer after a crash."""
+IN_GRACE = """
+import os, signal, time
+def write(name, until):
+    with open(name, "wb", buffering=0) as file:
+        while not os.path.exists(until):
+            file.write(b"some"); time.sleep(0.05)
+def save(*_):
+    write("model-0.pt", "go")
+    os._exit(0)
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, save)
+    open("handles", "w").close()
+    time.sleep(86_400)
+write("model-1.pt", "go")
+time.sleep(86_400)
+"""
+
+
+def test_a_rank_within_its_grace_is_not_said_to_be_killed(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Both ranks write for longer than a writer has after a crash, and neither file is torn."""
+    (tmp_path / "train.py").write_text(IN_GRACE)
+    grace_s = 4 * WRITER_S
+    job = start("grace", "-n", "2", "--shutdown-timeout", str(int(grace_s)), "--cold", "train.py")
+    job.wait_until((tmp_path / "handles").exists, "the handler")
+    job.wait_until((tmp_path / "model-1.pt").exists, "half a file")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_until((tmp_path / "model-0.pt").exists, "the save of the rank that handles SIGTERM")
+    began_s = time.monotonic()
+    job.wait_until(lambda: time.monotonic() > began_s + 1.5 * WRITER_S, "a long save")
+    (tmp_path / "go").touch()
+    job.wait()
+    assert "killed rank" not in job.text()
+    assert "torn" not in job.text()

@@ -802,10 +802,13 @@ class Ranks:
         """Return the pids of ranks that may finish a file of a checkpoint, and name them once.
 
         A save may have several files, so perdure waits a little after the last one. A
-        rank that saves again at once is done after its next save.
+        rank that saves again at once is done after its next save. While a rank handles SIGTERM,
+        nothing is killed before its grace is over.
         """
         if now < ending.warn_s:
             return set()
+        if any(self._handles_term(rank.pid) for rank in ranks):
+            ending.writers_s = max(ending.writers_s, ending.deadline_s)
         if now >= ending.writers_s:
             for rank in ranks:
                 if path := ending.written.pop(rank.pid, ""):
