@@ -78,7 +78,7 @@ def find_events(tenant: Tenant, kind: str) -> list[Any]:
 def kill_for_memory(tenant: Tenant, pod: str) -> None:
     """Have the kernel kill in a pod, and end the rest of it, as cgroups of version 2 do."""
     with pytest.raises(AssertionError, match="137"):
-        tenant.cluster.kubectl("exec", pod, "--", sys.executable, "-c", EAT)
+        tenant.cluster.kubectl("exec", pod, "--", sys.executable, "-c", EAT, timeout_s=300)
     for process in psutil.process_iter():
         try:
             if process.environ().get("PERDURE_POD_NAME") == pod:
