@@ -174,14 +174,17 @@ def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobS
 
 
 def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:
-    """Return where the job's NATS server is, and what `user` shows it.
+    """Return where the job's NATS server is, and what `user` shows it, once the job has begun.
 
     Raises:
-        ConfigError: the job was never started.
+        ConfigError: the job was never started, or does not say it in 20 s.
         PlatformError: another user's document names files with secrets.
     """
     path = paths.endpoint if user == "operator" else paths.credential(user)
-    endpoint = read_document(path, Endpoint)
+    deadline, endpoint = time.monotonic() + _START_S, read_document(path, Endpoint)
+    while endpoint is None and is_alive(paths) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)  # The job has just begun.
+        endpoint = read_document(path, Endpoint)
     if endpoint is None:
         damaged = os.path.exists(path)
         what = f"{path} is damaged" if damaged else f"no endpoint of the job: {path}"

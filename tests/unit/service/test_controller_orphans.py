@@ -7,11 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 from perdure.adapters.nats import server_config
 from perdure.service.controller import process as controller
 from perdure.service.jobfolders import paths_of
+from perdure.service.processes import find_by_argument
 
 
 @pytest.mark.parametrize("orphaned", [True, False])
@@ -26,7 +27,10 @@ def test_the_server_ends_with_an_orphaned_job(
 
     def begin(argument: str) -> subprocess.Popen[bytes]:
         command = ["sh", "-c", "sleep 1000; true", "sh", argument]
-        return subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command, start_new_session=True)
+        # For a moment, the kernel shows no arguments of a program that has just been started.
+        wait_until(lambda: find_by_argument(argument) == [process.pid])
+        return process
 
     ours, other = begin(server_config(paths.nats)), begin(server_config(str(tmp_path)))
     try:

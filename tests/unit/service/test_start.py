@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from perdure.model.bus.endpoint import Endpoint
+from perdure.model.errors import ConfigError
 from perdure.service import jobfiles
-from perdure.service.jobfiles import wait_for_start
+from perdure.service.jobfiles import load_endpoint, wait_for_start, write_document
 from perdure.service.jobfolders import is_alive, paths_of
 
 HOLDER = """
@@ -48,3 +50,24 @@ def test_it_is_waited_for_until_it_holds_the_job_or_has_ended(
     ended = subprocess.Popen([sys.executable, "-c", ""])
     wait_for_start(paths, ended.pid)
     ended.returncode = 0  # It was waited for.
+
+
+def test_a_command_waits_for_the_endpoint_of_a_job_that_has_just_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`perdure inject` right after `perdure run --detach` found no endpoint."""
+    paths = paths_of(str(tmp_path), "job")
+    Path(paths.root).mkdir(parents=True)
+    begun = Endpoint(url="nats://127.0.0.1:1", token="", clock_offset_s=0.0)
+    with pytest.raises(ConfigError, match="no endpoint of the job"):
+        load_endpoint(paths)
+    monkeypatch.setattr(jobfiles, "is_alive", lambda _: True)
+    monkeypatch.setattr(jobfiles, "_START_S", 3600.0)
+
+    def let_begin(seconds: float) -> None:
+        write_document(paths.endpoint, begun)
+
+    monkeypatch.setattr(
+        jobfiles, "time", SimpleNamespace(monotonic=time.monotonic, sleep=let_begin)
+    )
+    assert load_endpoint(paths) == begun
