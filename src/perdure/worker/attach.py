@@ -40,6 +40,8 @@ _PR_SET_PTRACER = 0x59616D61
 _DRAIN_AT_EXIT_S = 3.0
 _END_S = 2.0
 """Seconds after the end of the script before perdure looks at what the process waits for."""
+_NATIVE = ("perdure-store", "perdure-compare")
+"""Threads in torch's own code. One that comes back from it while Python ends aborts the process."""
 _HOLD_S = 3600.0
 """Seconds that a thread which is no daemon may hold a rank that has ended well."""
 
@@ -208,6 +210,9 @@ class Attachment:
             self.recorder.stop()
         if self.control is not None:
             self.control.close(_DRAIN_AT_EXIT_S)
+        for thread in threading.enumerate():
+            if thread.name in _NATIVE:
+                thread.join(_END_S)
 
 
 def describe_hold() -> str:
