@@ -129,7 +129,7 @@ def test_a_state_that_changed_on_one_member_is_in_no_checkpoint(
     verdicts = json.loads(job.cli("diagnose", "ag", "--json").stdout)["verdicts"]
     (crash,) = [v for v in verdicts if v["kind"] == "Crash"]
     assert crash["culprit"] == {}, "of two members, none is known to be wrong"
-    rows = [row for rows in read(tmp_path) if rows[-1]["step"] == 59 for row in rows]
+    rows = [row for rows in read(tmp_path) if rows and rows[-1]["step"] == 59 for row in rows]
     assert min(row["step"] for row in rows) == 20
     compare_losses(tmp_path, rows, "--situation", "flip")
 
