@@ -3,6 +3,7 @@
 torch's store has no login: any user of the machine can end a meeting by writing into it.
 """
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -96,7 +97,8 @@ def test_what_goes_wrong_at_the_store_blames_no_rank(
         for key in store.list_keys():
             store.set(key, "garbage")
         let_go(job, 2, 1)
-        reasons.append("could not form a process group with the others")
+        # Whichever rank fails first takes the other's connection along.
+        reasons.append("could not form a process group with the others|lost its connection to")
 
     life = len(reasons)
     wait_for(job, "began", life)  # It is stopped while a rank waits in it, and goes on.
@@ -108,6 +110,6 @@ def test_what_goes_wrong_at_the_store_blames_no_rank(
     assert job.wait() == 0
     recoveries = job.report()["recoveries"]
     for recovery, reason in zip(recoveries, reasons, strict=True):
-        assert reason in recovery["reason"]
+        assert re.search(reason, recovery["reason"])
         assert not recovery["culprit"].startswith("rank")
     assert find_blamed(job) == []
