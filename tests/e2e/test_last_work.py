@@ -29,7 +29,7 @@ while float(value[0]) > 0.0:
     dist.broadcast(value, 0)
 rank = dist.get_rank()
 if rank == 0:
-    print("trained until", time.monotonic(), flush=True)
+    print("trained until", time.time(), flush=True)
 dist.destroy_process_group()
 if rank == 0:
     until = time.monotonic() + 8.0
