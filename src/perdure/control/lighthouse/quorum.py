@@ -1,32 +1,32 @@
 """Which replica groups train together next: the decision behind torchft's lighthouse.
 
-Every step each replica group asks for a quorum and waits for the answer. `Quorums` takes these
-requests, heartbeats, deaths and what the controller orders, and returns who is answered what. A
-quorum is formed as soon as everyone who is waited for has asked. Waited for are the members of
-the last one, unless they are dead, stopped, silent, or late for longer than can be:
+At every step, each replica group asks for a quorum and waits for the answer. `Quorums` takes these
+requests, heartbeats, deaths, and the controller's orders. It returns the answers, and to whom they
+go. A quorum is formed as soon as all members of the last one have asked. A member is not waited for
+any longer if it is dead, or:
 
 - *stopped*: its process is in state T, and no heartbeat came for `silent_s`;
-- *silent*: no heartbeat for `silent_s` after a collective broke that it took part in, for
-  `heartbeat_s` where nothing else is known, and for as long as a late one's where its agent has
-  just seen it run: heartbeats come from a thread that needs nothing but a CPU;
+- *silent*: no heartbeat came for `heartbeat_s`, or for `silent_s` after one of its collectives
+  broke. If its agent has just seen it run, it has as long as a late member: a busy machine delays
+  heartbeats;
 - *late*: its heartbeats go on, but it neither asks nor waits in a collective while others wait.
-  That is told of at once, and proves nothing: it may validate or save. It is waited for as long as
-  torchft itself would, and longer where its own pauses were longer; `hung_s` in the job file makes
-  it so much beyond the longest silence that was seen to end. A declared busy phase does not count.
 
-Who is left out while it lives may come back. It may have committed a step that nobody else has,
-and the others may have redone that step without it: two replicas at one step with unlike
-parameters would never be noticed. Only members of the newest quorum are therefore believed; who
-was not in it is made to heal from one that was, whatever step it names.
+A late member is reported at once. That proves nothing, because it may validate or save. The others
+wait as long as torchft would, and longer if its own pauses were longer. With `hung_s` in the job
+file, they wait so much beyond the longest silence that ended. A declared busy phase does not count.
 
-Leaving a member out also releases those who hang on it in a collective: `Fenced` carries the id
-of the quorum, so that a process group formed since is left alone. Newcomers join at the next
-quorum, and nobody waits for them, save before the first.
+A member that is left out while it lives may come back. It may have committed a step that the others
+have made again without it. Two replicas at one step would then differ, and nobody would notice. So
+only members of the newest quorum are believed. Any other member has to heal from one of them,
+whatever step it names.
 
-Where others start the groups (`QuorumConfig.elsewhere`) their names tell them apart, silence is
-what is known of a death, and a new life of a group is the end of the one before, since when that
-was heard last. Where it was heard a moment ago, its next heartbeat is waited for: two scripts may
-have one name.
+If a member is left out, those who wait for it in a collective are released. `Fenced` has the id of
+the quorum, so that newer process groups are left alone. Newcomers join at the next quorum. Nobody
+waits for them, except before the first quorum.
+
+If others start the groups (`QuorumConfig.elsewhere`), names tell groups apart, and silence means
+death. A new life of a group ends the one before. If that one was heard a moment ago, its next
+heartbeat is waited for, because two scripts may have one name.
 
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
