@@ -53,7 +53,7 @@ _ROOM = "make room, or choose another state directory with PERDURE_HOME"
 _LAST_LINES_GUESS = 1 << 16
 _AT_ONCE = 1 << 20
 """Bytes of a journal that are read at once."""
-_START_S, _LOOK_S = 20.0, 0.02
+_START_S, _LOOK_S = 60.0, 0.02
 _TRY_S, _TRY_AGAIN_S = 3600.0, 1.0
 
 
@@ -174,17 +174,14 @@ def load_spec(paths: JobPaths, say: Callable[[str], None] = log.warning) -> JobS
 
 
 def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:
-    """Return where the job's NATS server is, and what `user` shows it, once the job has begun.
+    """Return where the job's NATS server is, and what `user` shows it.
 
     Raises:
-        ConfigError: the job was never started, or does not say it in 20 s.
+        ConfigError: the job was never started.
         PlatformError: another user's document names files with secrets.
     """
     path = paths.endpoint if user == "operator" else paths.credential(user)
-    deadline, endpoint = time.monotonic() + _START_S, read_document(path, Endpoint)
-    while endpoint is None and is_alive(paths) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)  # The job has just begun.
-        endpoint = read_document(path, Endpoint)
+    endpoint = read_document(path, Endpoint)
     if endpoint is None:
         damaged = os.path.exists(path)
         what = f"{path} is damaged" if damaged else f"no endpoint of the job: {path}"
@@ -315,12 +312,15 @@ class JobLock:
 
 
 def wait_for_start(paths: JobPaths, pid: int) -> None:
-    """Wait until child `pid`, a `perdure run`, has taken the job, or has ended; at most 20 s.
+    """Wait until child `pid`, a `perdure run`, serves the job, or has ended; at most 60 s.
 
     A command that comes at once would else find the job that it takes the place of, or none.
     """
     deadline = time.monotonic() + _START_S
-    while not is_alive(paths) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        parts = load_parts(paths)  # Its endpoint is written before them.
+        if parts is not None and parts.run == pid:
+            return
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 return
