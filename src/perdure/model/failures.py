@@ -93,8 +93,8 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def differs(self) -> str:
         """Return how the members of an elastic world differ, if each of them ended by that."""
-        name, _, how = self.error.partition(": ")
-        return how.removeprefix("elastic: ") if name.endswith(DifferError.__name__) else ""
+        name, _, how = self.error.partition(": elastic: ")  # A script may have such a name itself.
+        return how if name.rpartition(".")[2] == DifferError.__name__ else ""
 
     @property
     def sticky_error(self) -> str:
@@ -213,16 +213,16 @@ def explain_exit(record: ExitRecord, detected_s: float, step: int, early: int | 
         reason = f"the device of {culprit} was lost{name_step(step)}: {record.lost_device}"
     elif record.sticky_error:
         reason += "; no process survives this CUDA error, be it the script's or its device's"
-    if early is not None:
+    if record.differs:
+        culprit, cause = "the world", record.differs
+        reason = cause
+    elif early is not None:
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"
     elif record.lost_peer:  # If another rank had failed before, that rank is told of instead.
         whom = "the store" if record.lost_store else "another rank"
         reason = f"{culprit} lost its connection to {whom}{name_step(step)}"
         culprit = f"a connection of {culprit}"
-    elif record.differs:
-        culprit, cause = "the world", record.differs
-        reason = cause
     elif record.flooded:
         reason = f"connections to gloo's port took all file descriptors of {culprit}"
         culprit = f"the port of {culprit}"

@@ -28,6 +28,9 @@ CLOSED = (
     "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed."
 )
 
+RESET = "[c10d] recv failed on the socket: Connection reset by peer\n"
+"""What torch may write while members end by the same error."""
+
 
 @pytest.mark.parametrize(
     ("traceback", "error", "culprit"),
@@ -40,6 +43,10 @@ CLOSED = (
         (TRAINING, "MemoryError: std::bad_alloc", "rank 1"),
         ("", "ValueError: bad lr", "rank 1"),
         ("", "perdure.model.errors.DifferError: elastic: members differ: w", "the world"),
+        (RESET, "perdure.model.errors.DifferError: elastic: members differ: w", "the world"),
+        ("", "__main__.SchemaDifferError: elastic: columns", "rank 1"),
+        ("", "DifferError: columns", "rank 1"),
+        ("", "DifferError", "rank 1"),
     ],
 )
 def test_whom_an_exit_blames(traceback: str, error: str, culprit: str) -> None:
