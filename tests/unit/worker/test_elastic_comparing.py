@@ -209,6 +209,23 @@ def test_members_that_have_met_compare_in_the_second_step_only() -> None:
         assert [step for step in steps if step >= first] == due[first], members
 
 
+def test_hashes_of_a_world_that_broke_are_not_compared_in_the_next_one() -> None:
+    """Members may go back, and stop at that step: they compare it, and no step begins before."""
+    state, store, group = {"step": 5}, Store(), Place(Store(), 0, 2)
+    one, other = (Comparison(lambda: {"": dict(state)}) for _ in range(2))
+    one.enter(group.members, met=False)
+    one.begin(5, group)  # type: ignore[arg-type]
+    state["step"] = 3
+    for comparison in (one, other):
+        comparison.enter(group.members, met=False)
+    places: list[Any] = [Place(store, me, 2) for me in (0, 1)]
+    beside = threading.Thread(target=other.finish, args=(3, places[1]), kwargs={"wanted": True})
+    beside.start()
+    one.finish(3, places[0], wanted=True)
+    beside.join(PATIENCE_S)
+    assert not beside.is_alive()
+
+
 def test_a_member_that_is_called_into_a_newer_world_does_not_wait() -> None:
     comparison, group = Comparison(lambda: {}), Place(Store(), 0, 2)
     comparison.enter(group.members, met=False)

@@ -72,11 +72,10 @@ class Comparison:
     def enter(self, members: Sequence[int], *, met: bool) -> None:
         """Enter the world of `members`; `met` says whether each of them has met all others."""
         self._met, self._all_met = self._met.intersection(members), met
-        self._first, self._compared, self._told = -1, -1, set()
+        self._hashing, self._first, self._compared, self._told = None, -1, -1, set()
 
     def begin(self, step: int, group: Group) -> None:
         """Begin to hash the state of `step`, if this world is to compare it."""
-        self._hashing = None
         if self._first == -1:
             self._first = step
         due = self._all_met <= step - self._first <= 1 or step % EVERY == 0
