@@ -210,9 +210,10 @@ class Attachment:
             self.recorder.stop()
         if self.control is not None:
             self.control.close(_DRAIN_AT_EXIT_S)
+        until_s = time.monotonic() + _END_S
         for thread in threading.enumerate():
             if thread.name in _NATIVE:
-                thread.join(_END_S)
+                thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def describe_hold() -> str:

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.waiting import PATIENCE_S
 
+from perdure.worker import attach
 from perdure.worker.ring import RingWriter
 
 pytestmark = pytest.mark.torch
@@ -51,3 +53,21 @@ def test_a_thread_that_asks_a_store_does_not_abort_the_end(tmp_path: Path) -> No
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_several_threads_that_a_stopped_store_holds_delay_the_end_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them delayed it by 2 s, so that a rank with four outlived a grace of 8 s."""
+    now_s = [100.0]
+
+    def wait(timeout: float) -> None:
+        now_s[0] += timeout
+
+    rank = attach.stand_alone()
+    held = [SimpleNamespace(name="perdure-store", join=wait) for _ in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(attach, "threading", SimpleNamespace(enumerate=lambda: held))
+        patch.setattr(attach, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+        rank.stop()
+    assert now_s == [100.0 + attach._END_S]
