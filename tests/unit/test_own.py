@@ -687,6 +687,29 @@ def test_a_file_whose_pair_is_missing_is_not_the_newest_whole_one(tmp_path: Path
     assert list_names(find_newest("out/*_state_*", str(tmp_path))) == (set(), 1)
 
 
+@pytest.mark.parametrize(
+    ("pointer", "name", "said"),
+    [
+        ("last_checkpoint", "model_{:07d}.pth", "model_0000002.pth"),
+        ("latest_checkpointed_iteration.txt", "iter_{:07d}", "2"),
+        ("LATEST.txt", "epoch_0_step_{}", "epoch_0_step_2"),
+    ],
+)
+def test_a_pointer_in_a_folder_behind_a_link_names_a_checkpoint(
+    tmp_path: Path, pointer: str, name: str, said: str
+) -> None:
+    """It named itself, and Megatron-LM began at iteration 0."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").symlink_to("scratch")
+    for step in (1, 2):
+        path = tmp_path / "out" / name.format(step)
+        save_torch(path if path.suffix else path / "model.pt", step)
+    (tmp_path / "out" / pointer).write_text(said.replace("2", "3"))
+    (torn,), whole = find_newest(f"out/{name.partition('{')[0]}*", str(tmp_path))
+    set_aside(torn.path, choose_place(torn.path, str(tmp_path / "out"), str(tmp_path)), whole.path)
+    assert (tmp_path / "out" / pointer).read_text() == said
+
+
 @pytest.mark.parametrize("best", [(0, 2), (1,)])
 def test_files_that_are_not_always_saved_together_are_no_pair(
     tmp_path: Path, best: tuple[int, ...]

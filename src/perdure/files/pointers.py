@@ -108,7 +108,8 @@ def find_twin(whole: str, path: str) -> str:
     split = re.compile(rf"({_PART.pattern})|\d+", re.IGNORECASE)
     name = split.sub(lambda one: one[1] or next(numbers, one[0]), os.path.basename(path))
     twin = os.path.join(os.path.dirname(whole), name)
-    return twin if twin != path and os.path.exists(twin) else whole
+    other = os.path.realpath(twin) != os.path.realpath(path)  # A part of one may be a link.
+    return twin if other and os.path.exists(twin) else whole
 
 
 def find_stand_in(whole: str, path: str) -> str:
