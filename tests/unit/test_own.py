@@ -687,6 +687,15 @@ def test_a_file_whose_pair_is_missing_is_not_the_newest_whole_one(tmp_path: Path
     assert list_names(find_newest("out/*_state_*", str(tmp_path))) == (set(), 1)
 
 
+def test_adapters_of_other_ranks_have_files_of_their_own(tmp_path: Path) -> None:
+    """In lora-rank16 the number is no rank of a job."""
+    names = [f"{kind}-rank{rank}_{{}}.pt" for kind in ("lora", "optim") for rank in (8, 16)]
+    *_, torn = save_pairs(tmp_path / "out", names, range(1, 4))
+    torn.write_bytes(torn.read_bytes()[:100])
+    found, _ = find_newest("out/*.pt", str(tmp_path))
+    assert {Path(one.path).name for one in found} == {"lora-rank16_3.pt", "optim-rank16_3.pt"}
+
+
 @pytest.mark.parametrize(
     ("pointer", "name", "said"),
     [

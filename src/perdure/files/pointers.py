@@ -86,16 +86,28 @@ def list_sets(paths: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
         kinds = steps.setdefault((folder, numbers), {})
         kinds.setdefault(os.path.join(folder, kind), []).append(path)
     found: dict[str, tuple[list[str], list[str]]] = {}
-    marks: dict[str, dict[str, int]] = {}  # Folder -> name -> hash of the older steps that have it
+    marks: dict[str, int] = {}  # Name -> hash of the older steps that have it
+    groups: dict[int | None, list[str]] = {}  # Names that have had this hash
     for step, kinds in reversed(steps.items()):
-        older = marks.setdefault(step[0], {})
+        now = {kind: hash((marks.get(kind), step)) for kind in kinds}
+        counted = {kind for kind, members in kinds.items() if any(map(_is_first, members))}
         for kind, members in kinds.items():
-            counted = any(not any(list_numbers(" ".join(list_parts(one)))) for one in members)
-            alike = [one for one in older if older[one] == older.get(kind) and one != kind]
+            mark = marks.get(kind)
+            alike = [one for one in groups.get(mark, []) if marks[one] == mark and one != kind]
             beside = [path for one in alike for path in kinds.get(one, [one])]
-            found |= {one: (members if counted else [one], beside) for one in members}
-        older |= {kind: hash((older.get(kind), step)) for kind in kinds}
+            for one in members:
+                own = [path for path in beside if list_parts(path) in ([], list_parts(one))]
+                all_ = beside if counted & {kind, *alike} or not list_parts(one) else own
+                found[one] = (members if kind in counted else [one], all_)
+            groups.setdefault(now[kind], []).append(kind)
+        marks |= now
     return found
+
+
+def _is_first(path: str) -> bool:
+    """Return whether it is the file of rank 0, or of shard 0."""
+    parts = list_parts(path)
+    return bool(parts) and not any(list_numbers(" ".join(parts)))
 
 
 def find_twin(whole: str, path: str) -> str:
