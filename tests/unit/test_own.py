@@ -687,6 +687,19 @@ def test_a_file_whose_pair_is_missing_is_not_the_newest_whole_one(tmp_path: Path
     assert list_names(find_newest("out/*_state_*", str(tmp_path))) == (set(), 1)
 
 
+def test_a_whole_file_stays_while_another_program_writes_its_pair(tmp_path: Path) -> None:
+    """The agent looks twice, and moves what has not changed since."""
+    first, second = save_pairs(tmp_path / "out", PAIRS["HiFi-GAN"], range(3))
+    data, marks = second.read_bytes(), list[set[object]]()
+    for num_bytes in (100, 200):
+        second.write_bytes(data[:num_bytes])
+        os.utime(second, (num_bytes, num_bytes))
+        torn, _ = find_newest("out/*", str(tmp_path))
+        assert {one.path for one in torn} == {str(first), str(second)}
+        marks.append({one.mark for one in torn})
+    assert not marks[0] & marks[1]
+
+
 def test_adapters_of_other_ranks_have_files_of_their_own(tmp_path: Path) -> None:
     """In lora-rank16 the number is no rank of a job."""
     names = [f"{kind}-rank{rank}_{{}}.pt" for kind in ("lora", "optim") for rank in (8, 16)]

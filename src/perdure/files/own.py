@@ -537,7 +537,9 @@ def _judge_together(files: list[OwnCheckpoint]) -> list[OwnCheckpoint]:
     why = f"{os.path.basename(torn[0].path)} beside it is torn"
     others = [one for one in files if one.state == "unknown"]
     whole = [one for one in files if one.state == "whole"]
-    return [*others, *(dataclasses.replace(one, state="torn", why=why) for one in whole), *torn]
+    time_s = max(one.written_s for one in torn)  # It is not moved while another is written.
+    moved = [dataclasses.replace(one, state="torn", why=why, written_s=time_s) for one in whole]
+    return [*others, *moved, *torn]
 
 
 def _judge_broken(pointer: str, why: str) -> OwnCheckpoint:
