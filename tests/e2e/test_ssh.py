@@ -3,12 +3,16 @@
 import json
 import shutil
 import signal
+import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from perdure.cli.page import dash
+from perdure.launch.channel import Channel
+from perdure.model.platforms.profile import LaunchSection
 from tests.e2e.box import EXAMPLE, Laptop, make_boxes, needs_sshd
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -104,3 +108,43 @@ def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: La
     laptop.cli("teardown", "gpt", "--confirm", "gpt", "--others-agree")
     assert Path(f"{laptop.stopped}-gpt").exists()
     assert not secret.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "shell"),
+    [
+        ("ClearAllForwardings yes", (), "/bin/sh"),
+        ("PermitLocalCommand yes", ("LocalCommand=true",), "/bin/sh"),
+        ("PermitLocalCommand no", ("PermitLocalCommand=no",), "/bin/sh"),
+        ("ControlMaster auto", ("ControlPath={}/%C", "ControlPersist=60"), "/bin/sh"),
+        ("LocalCommand true", (), "/nonexistent"),
+    ],
+)
+def test_a_port_is_forwarded_whatever_the_user_has_set_for_ssh(
+    laptop: Laptop,
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    options: tuple[str, ...],
+    shell: str,
+) -> None:
+    """Such as another local command, or the shell of the machine that a container came from."""
+    monkeypatch.setenv("SHELL", shell)
+    text = laptop.ssh_config.read_text()
+    laptop.ssh_config.write_text(f"Host *\n  {config}\n{text}")
+    options = tuple(option.format(laptop.folder) for option in options)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    section = LaunchSection(
+        host=laptop.box.name, ssh_config=str(laptop.ssh_config), ssh_options=options
+    )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as far,
+        Channel(section).connect_port(port, far.getsockname()[1]) as way,
+    ):
+        try:
+            dash._wait_port(port, way)
+            far.settimeout(PATIENCE_S)
+            with socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+                far.accept()[0].close()
+        finally:
+            way.terminate()

@@ -379,12 +379,16 @@ class Channel:
     def connect_port(self, near: int, far: int) -> "subprocess.Popen[bytes]":
         """Start to forward the loopback port `near` here to `far` of the box.
 
-        It writes a line once it listens: ssh runs its local command after that.
+        It writes a line once it listens: ssh runs its local command after that. No option of the
+        user's may come before, nor a shell that is not here.
         """
-        told = ("-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo forwarded")
-        way = (*told, "-N", "-L", f"127.0.0.1:{near}:127.0.0.1:{far}")
-        words = [*self.ssh(shared=False), "-o", "ExitOnForwardFailure=yes", *way, self.host]
-        return subprocess.Popen(words, stdout=subprocess.PIPE)
+        told = ("PermitLocalCommand=yes", "LocalCommand=echo forwarded", "ClearAllForwardings=no")
+        options = (*told, "ExitOnForwardFailure=yes", "ControlMaster=no", "ControlPath=none")
+        program, *words = self.ssh(shared=False)
+        first = [program, *(word for option in options for word in ("-o", option))]
+        way = ["-N", "-L", f"127.0.0.1:{near}:127.0.0.1:{far}", self.host]
+        shell = os.environ | {"SHELL": "/bin/sh"}
+        return subprocess.Popen([*first, *words, *way], stdout=subprocess.PIPE, env=shell)
 
     def render_forward(self, ports: Sequence[int]) -> list[str]:
         """Return the command by which a person forwards ports of the box to the same ports here."""
